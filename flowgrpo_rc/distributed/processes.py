@@ -103,9 +103,8 @@ class Processes:
         """Waits until all processes have come here, process 0 for `timeout_s`.
 
         Raises:
-          ProcessLost: one has not come to the place that `where` names; on process 0 with the
-            numbers of
-            all of these.
+          ProcessLost: one has not come to this place, `where` in words; on process 0 with the
+            numbers of all of these.
         """
         if self.count == 1:
             return
@@ -135,8 +134,7 @@ class Processes:
         return bytes(found).decode()
 
     def rows_of_all(self, rows: Tensor, first: int, total: int) -> Tensor:
-        """Puts rows [k, ...] of all processes together, each at its place; k may differ between
-        them.
+        """Puts rows [k, ...] of all processes, each with its k, together at their places.
 
         Args:
           rows: the rows of this process.
@@ -187,8 +185,7 @@ class Processes:
         self.accelerator.state.destroy_process_group()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Adds the gradients over the processes, in place. A parameter without a gradient gets
-        zeros.
+        """Adds the gradients over the processes, in place; who has none gets zeros.
 
         Losses are divided by global numbers of elements, so the sum is the gradient of the global
         mini-batch. One flat buffer is enough, since LoRA gradients are small. Some tensors of a

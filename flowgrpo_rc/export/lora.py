@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora_files import ADAPTER, export_name, file_key
+from flowgrpo_rc.models.lora_files import export_name, file_key
 from flowgrpo_rc.models.networks import FIRST, by_transformer
 from flowgrpo_rc.models.peft_files import TENSORS_NAME, peft_files
 
@@ -74,7 +74,6 @@ def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: P
     layers = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in state}
     files = peft_files(
         state,
-        adapter=ADAPTER,
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         target_modules=sorted(config.target_modules or layers),

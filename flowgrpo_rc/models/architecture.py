@@ -58,10 +58,10 @@ def find_architecture(hub_id: str, folder: Path) -> Path | None:
 
 @cache
 def unpack_architecture(file: Path) -> Path:
-    """Writes the configuration files of a pipeline to a temporary folder, which goes with the
+    """Writes the files of a pipeline, held in one JSON file, to a folder that ends with the
     process.
 
-    `file` is a JSON object of name, such as transformer/config.json -> content.
+    `file` is an object of name, such as transformer/config.json -> content.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{file.stem}_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

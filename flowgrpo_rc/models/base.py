@@ -239,8 +239,7 @@ class FlowModel(ABC):
         return Conditioning(embeds=embeds, pooled=pooled, mask=mask)
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
-        """Returns the shape of one sample's latents, without the batch, as the stock pipeline takes
-        them.
+        """Returns the shape of one sample's latents, as the stock pipeline takes them.
 
         It is channels, height and width unless overridden.
         """
@@ -256,9 +255,7 @@ class FlowModel(ABC):
 
     @abstractmethod
     def schedule(self, spec: SamplerSpec) -> Schedule:
-        """Returns the sigmas and timesteps that the stock pipeline would use, bit for bit, on the
-        device.
-        """
+        """Returns the sigmas and timesteps of the stock pipeline, bit for bit, on the device."""
 
     def velocity(
         self,
@@ -301,8 +298,7 @@ class FlowModel(ABC):
         """Predicts the velocity under one prompt, without guidance but that of `embeds_guidance`.
 
         Arguments are as of `velocity`: state `x`, timesteps `at`, and `text` of each sample. A
-        family
-        that overrides `velocity` does without it.
+        family that overrides `velocity` does without it.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither velocity nor _predict")
 

@@ -58,8 +58,7 @@ class CausalLM:
         )
 
     def encode(self, prompts: Sequence[str], *, max_length: int) -> tuple[Tensor, Tensor]:
-        """Turns P prompts into tokens: ids, int64, [P, L], padded on the left, and their mask,
-        bool.
+        """Turns P prompts into tokens, int64 [P, L], padded on the left, and a mask, bool [P, L].
 
         The tokenizer adds the tokens that it puts around every text, such as Llama's begin token.
         No chat template is applied: prompt files hold the text that the model shall see.
@@ -104,9 +103,7 @@ def token_rows(tokenizer: Any, prompts: Sequence[str], *, max_length: int) -> li
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """Loads the tokenizer of the checkpoint at `config.path` alone. ValueError if it cannot be
-    read.
-    """
+    """Loads the tokenizer of a checkpoint, and nothing else of it."""
     from transformers import AutoTokenizer
 
     model_file(config.path, INDEX_FILES["causal_lm"])
@@ -120,9 +117,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     """Loads network and tokenizer through transformers, without LoRA.
 
-    Only safetensors files are read, and no code of the checkpoint is run. ValueError if it cannot
-    be
-    read in this way.
+    Only safetensors files are read, and no code of the checkpoint is run.
     """
     from transformers import AutoModelForCausalLM
 
@@ -147,8 +142,7 @@ def _unreadable(config: ModelConfig, error: Exception) -> ValueError:
 
 @contextmanager
 def gradient_checkpointing(network: Any) -> Iterator[None]:
-    """Makes a forward inside the context keep only the inputs of the decoder layers, to save
-    memory.
+    """Makes a forward keep only the inputs of the decoder layers, to save memory.
 
     The backward pass computes the other activations again.
     """

@@ -34,11 +34,9 @@ class EditingModel(FlowModel):
 
     @abstractmethod
     def image_size(self, width: int, height: int, spec: SamplerSpec) -> tuple[int, int]:
-        """Returns rows and columns of the tokens of a condition image of so many pixels, without
-        weights.
+        """Returns rows and columns of the tokens of a condition image, whose sides are in pixels.
 
-        Raises:
-          ValueError: the model does not take a picture of this size.
+        It needs no weights. ValueError if the model does not take a picture of this size.
         """
 
     @torch.no_grad()

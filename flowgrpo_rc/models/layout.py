@@ -70,8 +70,7 @@ def check_flow(scheduler: Any) -> None:
 
 
 def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
-    """Computes `mu` of the scheduler's time shift, which depends on the size of the picture in
-    tokens.
+    """Computes `mu` of the scheduler's time shift for a picture of so many tokens.
 
         mu = base_shift + slope (num_tokens - base_image_seq_len)
 

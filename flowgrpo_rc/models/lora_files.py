@@ -17,15 +17,14 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.networks import FIRST, transformers
-from flowgrpo_rc.models.peft_files import CONFIG_NAME, TENSORS_NAME
+from flowgrpo_rc.models.peft_files import ADAPTER as ADAPTER
+from flowgrpo_rc.models.peft_files import CONFIG_NAME, PREFIX, TENSORS_NAME
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 
-# The LoRA's name in the parameters of a network, `....lora_A.default.weight`. Files leave it out.
-ADAPTER = "default"
 EXPORT_NAMES = {"diffusion": "pytorch_lora_weights.safetensors", "causal_lm": TENSORS_NAME}
 # A second transformer has a file of its own, in a folder with the component's name: loaders of
 # diffusers read one transformer from a file, and expect its keys to begin with `transformer.`.
-_PREFIXES = {"diffusion": "transformer.", "causal_lm": "base_model.model."}
+_PREFIXES = {"diffusion": "transformer.", "causal_lm": PREFIX}
 # Settings of peft that change what the tensors mean; nothing here computes with them.
 _UNKNOWN_TO_US = (
     "use_rslora",

@@ -62,9 +62,7 @@ class Offloadable:
 
 
 def packed(tensors: Sequence[Tensor], *, pin: bool) -> Iterator[Tensor]:
-    """Yields a copy of each tensor, a view of one of few large blocks of the host's memory, in
-    order.
-    """
+    """Yields a copy of each tensor, in order: views of few large blocks of the host's memory."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     block = torch.empty(0, dtype=torch.uint8)
     start = 0

@@ -9,6 +9,10 @@ from peft import LoraConfig
 from safetensors.torch import save
 from torch import Tensor
 
+# The LoRA's name in the parameters of a network, `....lora_A.default.weight`. Files leave it out.
+ADAPTER = "default"
+# What names in the file of a language model begin with.
+PREFIX = "base_model.model."
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
 
@@ -16,7 +20,6 @@ TENSORS_NAME = "adapter_model.safetensors"
 def peft_files(
     state: Mapping[str, Tensor],
     *,
-    adapter: str,
     rank: int,
     alpha: int,
     target_modules: Sequence[str],
@@ -26,7 +29,6 @@ def peft_files(
 
     Args:
       state: the tensors of the LoRA by their names in the network.
-      adapter: the LoRA's name in these names.
       rank: inner dimension of the LoRA.
       alpha: the LoRA is added with strength alpha / rank.
       target_modules: name endings of the layers that have a LoRA.
@@ -43,23 +45,10 @@ def peft_files(
     # peft holds a set, which has no order; equal runs shall write equal files.
     described["target_modules"] = sorted(described["target_modules"])
     tensors = {
-        peft_key(name, adapter): tensor.detach().cpu().contiguous()
+        f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().cpu().contiguous()
         for name, tensor in state.items()
     }
     return {
         CONFIG_NAME: (json.dumps(described, indent=2, sort_keys=True) + "\n").encode(),
         TENSORS_NAME: save(tensors, metadata={"format": "pt"}),
     }
-
-
-def peft_key(name: str, adapter: str) -> str:
-    """Returns the name of a parameter in the file.
-
-    Args:
-      name: its name in the network.
-      adapter: the LoRA's name in it.
-
-    Returns:
-      The key.
-    """
-    return f"base_model.model.{name.replace(f'.{adapter}.', '.')}"

@@ -172,17 +172,15 @@ class RolloutEngine(ABC, Generic[R]):
     ) -> None:
         """Raises ValueError, before anything is loaded, for a flow model or options it cannot take.
 
-        An engine that takes all that its constructor's parameters allow need not define it.
+        An engine that takes all that its constructor's parameters allow need not define it. It may
+        raise
+        ImportError for a missing package, too.
 
         Args:
           pipeline_class: name of the model's pipeline in diffusers; empty for a language model.
           absent: components of the pipeline that the checkpoint lacks.
           device: the trainer's device.
           options: all that the constructor would get.
-
-        Raises:
-          ValueError: if the engine cannot take the model or an option.
-          ImportError: if a package of the engine is missing.
         """
 
     @abstractmethod
@@ -194,8 +192,7 @@ class RolloutEngine(ABC, Generic[R]):
 
     @abstractmethod
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Takes over the trainer's LoRA tensors; later chunks report `version`, the number of
-        updates.
+        """Takes over the trainer's LoRA; later chunks report `version`, the number of updates.
 
         Raises:
           ValueError: names or shapes do not match exactly.
@@ -209,9 +206,7 @@ class RolloutEngine(ABC, Generic[R]):
         """
 
     def check_weights(self, pushed: Mapping[str, Tensor], version: int) -> None:
-        """Raises EngineError if the engine holds another LoRA than the one pushed last, of
-        `version`.
-        """
+        """Raises EngineError if the engine holds another LoRA than the one pushed last."""
         held = self.held_weights()
         number = 0 if held is None else other_tensors(held, pushed)
         if held is not None and number:
@@ -268,8 +263,7 @@ def check_tensors(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size])
 
 
 def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
-    """Counts the LoRA tensors that an engine holds otherwise than they were pushed, beyond
-    rounding.
+    """Counts the LoRA tensors that an engine holds otherwise than pushed, apart from rounding.
 
     A tensor that only one of the two has counts as well.
     """

@@ -31,9 +31,7 @@ def precision(dtype: str, quantization: str | None) -> str:
 def check_device(
     dtype: str, quantization: str | None, device: torch.device, compiles: bool
 ) -> None:
-    """Raises ValueError if a quantization cannot run on a device or is useless there; warns if
-    slow.
-    """
+    """Refuses a quantization that cannot run on a device or is of no use; warns of a slow one."""
     if quantization == "int8_dynamic":
         check_int8_products(device)
     if device.type != "cuda":

@@ -74,7 +74,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._chunk_size = chunk_size
         lora = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in lora.items()}
-        ((name, config),) = network.peft_config.items()
+        (config,) = network.peft_config.values()
         self._version = 0
         # vLLM's process takes the first GPU that it sees, unless it is to use several.
         alone = model.device.type == "cuda" and tensor_parallel_size == 1
@@ -98,7 +98,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
                 generation_config="vllm",
                 trust_remote_code=False,
             )
-        self._adapter = VllmAdapter(self._llm.llm_engine, network.name_or_path, name, config)
+        self._adapter = VllmAdapter(self._llm.llm_engine, network.name_or_path, config)
         self._check_binding()
         self.sync_weights(lora, 0)
 

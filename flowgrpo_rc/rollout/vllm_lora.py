@@ -23,21 +23,19 @@ class VllmAdapter:
     Args:
       engine: vLLM's LLMEngine.
       base: path of the checkpoint.
-      name: the LoRA's name in the trainer's network.
       config: its configuration, from the network's `peft_config`.
 
     Attributes:
       request: goes with all that is sampled; None for the base model.
     """
 
-    def __init__(self, engine: Any, base: str, name: str, config: Any) -> None:
+    def __init__(self, engine: Any, base: str, config: Any) -> None:
         from vllm.lora.request import LoRARequest
 
         self.request: Any = None
         self._make_request = LoRARequest
         self._engine = engine
         self._base = base
-        self._name = name
         self._config = config
         self._count = 0
 
@@ -54,7 +52,6 @@ class VllmAdapter:
         targets = sorted({module_of(key) for key in state})
         files = peft_files(
             state,
-            adapter=self._name,
             rank=self._config.r,
             alpha=self._config.lora_alpha,
             target_modules=targets,

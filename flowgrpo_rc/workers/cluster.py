@@ -82,15 +82,13 @@ class PoolSettings:
 def spare_gpus(
     device: torch.device, num_trainers: int, num_workers: int, share: float
 ) -> str | None:
-    """Returns the GPUs of this machine that no trainer process uses, for CUDA_VISIBLE_DEVICES; None
-    if
-    none are asked for.
+    """Returns the GPUs that no trainer process uses, for CUDA_VISIBLE_DEVICES.
 
     Args:
       device: the trainer's. On GPUs its processes take one each, from the first on.
       num_trainers: processes of the trainer on this machine.
       num_workers: how many workers there are.
-      share: GPUs of each of them, or the share of one; 0 for none.
+      share: GPUs of each of them, or the share of one; 0 for none, which returns None.
 
     Raises:
       ValueError: there are fewer.
@@ -116,8 +114,7 @@ def start_or_join(address: str | None, num_cpus: int, gpus: str | None = None) -
 
     A cluster that is started has `num_cpus` cores and, of the GPUs that this process sees, those in
     `gpus`; None for all. It has no dashboard, listens on 127.0.0.1 alone, asks for a token of its
-    own,
-    and ends with this process.
+    own, and ends with this process.
 
     Raises:
       EngineError: Ray would listen on other addresses, or cannot be reached.

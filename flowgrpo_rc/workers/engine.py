@@ -25,7 +25,7 @@ from flowgrpo_rc.rollout.engine import (
 )
 from flowgrpo_rc.workers.arrays import to_arrays, to_tensors
 from flowgrpo_rc.workers.cluster import PoolSettings
-from flowgrpo_rc.workers.pool import PoolStatus, WorkerPool
+from flowgrpo_rc.workers.pool import STATUS, WorkerPool
 from flowgrpo_rc.workers.worker import LATENTS, SampledChunk, package_versions
 
 logger = logging.getLogger(__name__)
@@ -86,20 +86,19 @@ class WorkersEngine(RolloutEngine[Any]):
     def take_metrics(self) -> MetricBag:
         """Returns how busy the workers were; the process that owns them says who was lost."""
         metrics = MetricBag()
-        status = PoolStatus()
+        # All processes have the same metrics, and those that own no worker have zeros.
+        status = dict.fromkeys(STATUS, 0.0)
+        lost: list[str] = []
         if self._owns:
             with _told():
-                status = ray.get(self._pool.status.remote())
-        for reason in status.lost:
+                status, lost = ray.get(self._pool.status.remote())
+        for reason in lost:
             logger.warning(
                 "a rollout worker was lost (%d of %d restarts): %s",
-                *(status.restarts, self._settings.max_restarts, reason),
+                *(status["restarts"], self._settings.max_restarts, reason),
             )
-        metrics.max("workers/busy_fraction", torch.tensor(status.busy_fraction))
-        metrics.max("workers/ready", torch.tensor(float(status.ready)))
-        metrics.max("workers/longest_queue", torch.tensor(float(status.longest_queue)))
-        metrics.max("workers/mib_received", torch.tensor(status.num_bytes / 2**20))
-        metrics.max("workers/restarts", torch.tensor(float(status.restarts)))
+        for name, value in status.items():
+            metrics.max(f"workers/{name}", torch.tensor(float(value)))
         return metrics
 
     def cancel(self) -> None:

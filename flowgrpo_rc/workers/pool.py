@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,25 +19,8 @@ from flowgrpo_rc.workers.worker import Worker
 _KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolStatus:
-    """Tells what has become of the workers since the pool was asked last.
-
-    Attributes:
-      busy_fraction: share of the time that a worker had a chunk.
-      num_bytes: size of what they sent.
-      ready: workers that sample, without those that start.
-      longest_queue: chunks that waited for a worker at once.
-      restarts: workers that were started again since the start of the run.
-      lost: why workers were lost, in words.
-    """
-
-    busy_fraction: float = 0.0
-    num_bytes: int = 0
-    ready: int = 0
-    longest_queue: int = 0
-    restarts: int = 0
-    lost: tuple[str, ...] = ()
+# What the pool tells of its workers since it was asked last, as metrics. See docs/metric_names.py.
+STATUS = ("busy_fraction", "ready", "longest_queue", "mib_received", "restarts")
 
 
 class WorkerPool:
@@ -126,18 +108,14 @@ class WorkerPool:
             self._free.put_nowait(worker)
             return [chunk]
 
-    async def status(self) -> PoolStatus:
-        """Returns what has happened since the last call."""
+    async def status(self) -> tuple[dict[str, float], list[str]]:
+        """Returns `STATUS` since the last call, and why workers were lost, in words."""
         self._count_busy(0)
         seconds = self._counted_at - self._told_at
-        found = PoolStatus(
-            busy_fraction=self._busy_s / max(seconds * self._settings.num_workers, 1e-9),
-            num_bytes=self._num_bytes,
-            ready=self._ready,
-            longest_queue=self._longest_queue,
-            restarts=self._restarts,
-            lost=tuple(self._lost),
-        )
+        busy_fraction = self._busy_s / max(seconds * self._settings.num_workers, 1e-9)
+        mib = self._num_bytes / 2**20
+        values = (busy_fraction, self._ready, self._longest_queue, mib, self._restarts)
+        found = dict(zip(STATUS, values, strict=True)), self._lost
         self._busy_s, self._told_at = 0.0, self._counted_at
         self._num_bytes, self._longest_queue = 0, self._waiting
         self._lost = []

@@ -81,8 +81,7 @@ class Worker:
 
         Raises:
           EngineError: the engine has sampled with other settings, does not hold this LoRA
-            afterwards, or
-            does not quantize.
+            afterwards, or does not quantize.
         """
         state = to_tensors(adapter, torch.device("cpu"))
         if version != self._version:

@@ -15,7 +15,6 @@ import pytest
 from support.launching import launch_environment, wait_for
 
 from flowgrpo_rc.distributed import launch as module
-from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.distributed.launch import launch
 from flowgrpo_rc.distributed.stopping import SIGNALS, StopRequest
 
@@ -52,9 +51,7 @@ sys.exit(10 + int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(None, 11), ("3", 13)])
-def test_children_know_their_place(
-    script: Script, monkeypatch: pytest.MonkeyPatch, threads: str | None, expected: int
-) -> None:
+def test_children_know_their_place(script, monkeypatch, threads, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
@@ -72,9 +69,7 @@ sys.exit(2)
 """
 
 
-def test_what_several_children_say_is_printed_once(
-    script: Script, capfd: pytest.CaptureFixture
-) -> None:
+def test_what_several_children_say_is_printed_once(script, capfd):
     assert launch(script(TALKING), 2) == 2
     assert sorted(capfd.readouterr().err.splitlines()) == [
         "a grandchild speaks",
@@ -91,9 +86,7 @@ time.sleep(300)
 """
 
 
-def test_a_child_that_dies_ends_the_others(
-    script: Script, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_child_that_dies_ends_the_others(script, monkeypatch, capfd):
     monkeypatch.setattr(module, "NOTICE_S", 0.2)
     assert launch(script(DYING), 2) == 1
     said = capfd.readouterr().err
@@ -119,9 +112,7 @@ sys.exit(75 if received == [int(sys.argv[1])] else 9)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_reaches_each_child_once_however_early(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_signal_reaches_each_child_once_however_early(script, tmp_path, monkeypatch, number):
     monkeypatch.chdir(tmp_path)
 
     def send() -> None:
@@ -182,9 +173,7 @@ time.sleep(300)
 @pytest.mark.parametrize(
     "signals", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)]
 )
-def test_children_do_not_outlive_their_launcher(
-    script: Script, tmp_path: Path, signals: tuple[signal.Signals, ...]
-) -> None:
+def test_children_do_not_outlive_their_launcher(script, tmp_path, signals):
     """It is killed, or gets a second signal; the signals go to its group, as Ctrl-C does."""
     _, child = script(STUBBORN)
     launcher = subprocess.Popen(
@@ -210,10 +199,3 @@ def is_running(pid: int) -> bool:
         return status.read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def test_a_launcher_is_told_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert launched_processes() == 4
-    monkeypatch.delenv("WORLD_SIZE")
-    assert launched_processes() is None

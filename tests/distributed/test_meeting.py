@@ -55,9 +55,7 @@ processes.close()
         ("goes elsewhere", "missing at the end of step 7: process 1"),
     ],
 )
-def test_the_message_names_who_is_missing_and_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, missing: str
-) -> None:
+def test_the_message_names_who_is_missing_and_where(tmp_path, monkeypatch, failure, missing):
     monkeypatch.setenv("FAILURE", failure)
     program = tmp_path / "meeting.py"
     program.write_text(MEETING)

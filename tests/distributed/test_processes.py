@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.launching import launch
-from support.runs import Train
 
 from flowgrpo_rc.distributed.processes import Processes
 
@@ -38,9 +37,7 @@ processes.close()
 """
 
 
-def test_a_number_of_processes_that_does_not_fit(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_number_of_processes_that_does_not_fit(train, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train("actor.ppo_mini_batch_size=1") == 2
     assert "actor.ppo_mini_batch_size=1" in capsys.readouterr().err

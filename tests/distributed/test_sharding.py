@@ -17,9 +17,7 @@ from flowgrpo_rc.distributed.sharding import resolve_strategy
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "ddp", "ddp"),
     ],
 )
-def test_the_strategy_follows_the_launcher(
-    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str], given: str, expected: str
-) -> None:
+def test_the_strategy_follows_the_launcher(monkeypatch, launcher, given, expected):
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     assert resolve_strategy(given) == expected
@@ -34,13 +32,7 @@ def test_the_strategy_follows_the_launcher(
         ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward=false"),
     ],
 )
-def test_launcher_settings_that_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    capsys: pytest.CaptureFixture,
-    launcher: dict[str, str],
-    words: str,
-) -> None:
+def test_launcher_settings_that_are_refused(monkeypatch, overrides, capsys, launcher, words):
     for name, value in ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} | launcher).items():
         monkeypatch.setenv(name, value)
     assert main(["train", *overrides]) == 2

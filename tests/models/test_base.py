@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, SchedulerMixin, UniPCMultistepScheduler
-from support.runs import Train
+from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 from support.tiny_models import TINY
 
 from flowgrpo_rc.models import base
@@ -87,14 +83,8 @@ BLUR = "data.negative_prompt=blur"
     ],
 )
 def test_a_setting_without_effect_or_meaning_is_refused_before_loading(
-    saved: Callable[[str], Path],
-    train: Train,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    given: list[str],
-    words: list[str],
-) -> None:
+    saved, train, capsys, monkeypatch, name, given, words
+):
     folder = saved(NAMES[name])
     capsys.readouterr()  # a checkpoint that is written for the first time shows progress bars
 
@@ -115,14 +105,7 @@ def test_a_setting_without_effect_or_meaning_is_refused_before_loading(
         ("sana", DPMSolverMultistepScheduler, []),
     ],
 )
-def test_a_scheduler_that_is_no_flow_is_refused(
-    train: Train,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    name: str,
-    scheduler: type[SchedulerMixin],
-    given: list[str],
-) -> None:
+def test_a_scheduler_that_is_no_flow_is_refused(train, capsys, tmp_path, name, scheduler, given):
     pipeline = TINY[NAMES[name]].build()
     pipeline.register_modules(scheduler=scheduler())
     pipeline.save_pretrained(tmp_path / name)
@@ -149,9 +132,7 @@ def test_sana_starts_at_pure_noise_and_keeps_the_other_sigmas_of_its_solver() ->
     np.testing.assert_allclose(sigmas, wanted, rtol=1e-6)
 
 
-def test_a_pipeline_without_adapter_names_those_that_have_one(
-    train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_pipeline_without_adapter_names_those_that_have_one(train, capsys, tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
     assert train(f"model.path={tmp_path}") == 2
     error = capsys.readouterr().err

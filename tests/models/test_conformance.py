@@ -216,9 +216,7 @@ def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance:
 @pytest.mark.kernels
 @pytest.mark.parametrize("guidance", GUIDANCE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_noise_zero_gives_the_stock_pipelines_output(
-    any_subject: Subject, kind: str, guidance: str
-) -> None:
+def test_noise_zero_gives_the_stock_pipelines_output(any_subject, kind, guidance):
     model = any_subject.load()
     stock = any_subject.stock()
     tiny = any_subject.tiny
@@ -281,9 +279,7 @@ def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
-def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
-    subject: Subject, tmp_path: Path, alpha: int
-) -> None:
+def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject, tmp_path, alpha):
     model = subject.load()
     stock = subject.stock()
     tiny = subject.tiny
@@ -348,9 +344,7 @@ TEXTS = ["a", "two red cats", '"AB7X"']
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("guidance", GUIDANCE)
-def test_prompts_of_different_length_do_not_touch_each_other(
-    subject: Subject, guidance: str
-) -> None:
+def test_prompts_of_different_length_do_not_touch_each_other(subject, guidance):
     """A prompt gives in a batch, encoded together or apart, what it gives alone."""
     model = subject.load()
     tiny = subject.tiny
@@ -407,9 +401,7 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
 
 
 @pytest.mark.kernels
-def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
-    subject: Subject, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(subject, capsys):
     model = subject.load()
     tiny = subject.tiny
     network = trained_lora(model)

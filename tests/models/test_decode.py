@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,12 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.rollout.config import RolloutConfig
 
 
 @pytest.mark.parametrize(("size", "decoded"), [(2, [2, 2, 1]), (5, [5]), (9, [5]), (None, [5])])
-def test_the_vae_gets_no_more_at_once(
-    checkpoint: Path,
-    model: FlowModel,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int | None,
-    decoded: list[int],
-) -> None:
+def test_the_vae_gets_no_more_at_once(checkpoint, model, monkeypatch, size, decoded):
     settings = ModelConfig(path=str(checkpoint), decode_batch_size=size)
     limited = load_model(settings, torch.device("cpu"))
     vae = limited.pipeline.vae
@@ -47,8 +40,9 @@ def test_the_vae_gets_no_more_at_once(
     [
         ({"decode_batch_size": 0}, "model.decode_batch_size=0: give at least 1"),
         ({"decode_batch_size": 2, "kind": "causal_lm"}, "model.decode_batch_size=2 has no effect"),
+        ({"offload_idle": True, "kind": "causal_lm"}, "model.offload_idle=true has no effect"),
     ],
 )
-def test_sizes_that_cannot_be(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace(".", r"\.")):
         ModelConfig(path="x/y", **settings).validate()

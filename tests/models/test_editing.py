@@ -37,9 +37,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 @pytest.mark.kernels
-def test_samples_with_images_of_other_sizes_do_not_touch_each_other(
-    editor: EditingModel, spec: SamplerSpec
-) -> None:
+def test_samples_with_images_of_other_sizes_do_not_touch_each_other(editor, spec):
     latents = normal(editor.latent_shape(spec), [1, 2, 3], "latents")
     timesteps = torch.tensor([900.0, 500.0, 300.0])
     pair = encode_prompts(editor, prompts(3), spec)
@@ -71,9 +69,7 @@ def test_samples_with_images_of_other_sizes_do_not_touch_each_other(
     assert (found - alone[:1]).abs().max() > 1e-3
 
 
-def test_equal_texts_with_other_images_are_encoded_apart(
-    editor: EditingModel, spec: SamplerSpec
-) -> None:
+def test_equal_texts_with_other_images_are_encoded_apart(editor, spec):
     same = [replace(prompt, text="edit") for prompt in prompts(3)]
     together = encode_unique(editor, [*same, same[0]], spec)
     assert together.image_sizes[0] == together.image_sizes[3] != together.image_sizes[1]
@@ -91,13 +87,7 @@ def test_equal_texts_with_other_images_are_encoded_apart(
         ((4096, 1024), 2**20, (64, 256)),
     ],
 )
-def test_tokens_of_an_image(
-    editor: EditingModel,
-    spec: SamplerSpec,
-    size: tuple[int, int],
-    pixels: int,
-    tokens: tuple[int, int],
-) -> None:
+def test_tokens_of_an_image(editor, spec, size, pixels, tokens):
     asked = replace(spec, condition_pixels=pixels)
     assert editor.image_size(*size, asked) == tokens
     if size[0] < 200:
@@ -109,9 +99,7 @@ def test_tokens_of_an_image(
 
 
 @pytest.mark.parametrize(("size", "words"), [((63, 64), "too small"), ((1000, 100), "ratio")])
-def test_sizes_that_the_stock_pipeline_refuses(
-    editor: EditingModel, spec: SamplerSpec, size: tuple[int, int], words: str
-) -> None:
+def test_sizes_that_the_stock_pipeline_refuses(editor, spec, size, words):
     with pytest.raises(ValueError, match=words):
         editor.image_size(*size, spec)
 
@@ -125,9 +113,7 @@ def test_blank_conditioning_has_the_largest_images(editor: EditingModel, spec: S
     assert editor.blank_conditioning(3, replace(asked, condition_images=0)).images is None
 
 
-def test_parts_with_fewer_images_are_padded_when_joined(
-    editor: EditingModel, spec: SamplerSpec
-) -> None:
+def test_parts_with_fewer_images_are_padded_when_joined(editor, spec):
     parts = [encode_unique(editor, [prompt], spec) for prompt in prompts(2)]
     joined = Conditioning.join(parts)
     assert joined.image_sizes == parts[0].image_sizes + parts[1].image_sizes

@@ -51,9 +51,7 @@ def hub(status: int, code: str) -> Iterator[str]:
         (400, "", "refuses model_index.json"),
     ],
 )
-def test_the_hub_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, message: str
-) -> None:
+def test_the_hub_refuses(tmp_path, monkeypatch, status, code, message):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with hub(status, code) as address:
         monkeypatch.setattr(constants, "ENDPOINT", address)

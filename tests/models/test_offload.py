@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models import offload
-from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 
@@ -60,9 +59,7 @@ def test_without_offloading_parts_stay_on_the_device() -> None:
         assert part.places == there
 
 
-def test_a_models_encoders_and_its_vae_travel(
-    checkpoint: Path, model: FlowModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_models_encoders_and_its_vae_travel(checkpoint, model, monkeypatch):
     """Encoders make one trip for prompts and negatives, the VAE one for a decoding; the transformer
     stays.
     """
@@ -92,13 +89,6 @@ def test_a_models_encoders_and_its_vae_travel(
     latents = normal((8, 8, 16), [1])
     assert np.array_equal(offloaded.decode(latents, spec), model.decode(latents, spec))
     assert trips[1:] == [{"vae"}]
-
-
-def test_text_has_nothing_to_offload() -> None:
-    with pytest.raises(
-        ValueError, match=r"model\.offload_idle=true has no effect with model\.kind=causal_lm"
-    ):
-        ModelConfig(kind="causal_lm", path="x/y", offload_idle=True).validate()
 
 
 @pytest.mark.parametrize("block", [1, 600, 2**20])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.runs import Train
 from support.subjects import Subject, make_subject
 from support.tiny_models import TINY, one_step_unipc, wan
 
@@ -69,9 +68,7 @@ def test_a_timestep_at_the_boundary_belongs_to_the_first_transformer(subject: Su
 
 
 @pytest.mark.parametrize("timesteps", [[900.0, 300.0, 800.0], [100.0, 950.0, 200.0]])
-def test_rows_on_both_sides_are_what_they_are_alone(
-    subject: Subject, timesteps: list[float]
-) -> None:
+def test_rows_on_both_sides_are_what_they_are_alone(subject, timesteps):
     model = subject.load()
     velocity = velocities(model, subject, rows=3)
     alone = [velocity([timestep], row) for row, timestep in enumerate(timesteps)]
@@ -178,15 +175,7 @@ def changed(subject: Subject, folder: Path, **settings: object) -> Path:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(
-    subject: Subject,
-    train: Train,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    settings: dict[str, object],
-    given: tuple[str, ...],
-    words: list[str],
-) -> None:
+def test_what_cannot_work_is_refused(subject, train, capsys, tmp_path, settings, given, words):
     folder = changed(subject, tmp_path, **settings)
     assert train(f"model.path={folder}", *VIDEO, *given) == 2
     error = capsys.readouterr().err

@@ -51,9 +51,7 @@ def test_a_sliding_window_takes_its_tail_along() -> None:
         ),
     ],
 )
-def test_a_sliding_window_that_cannot_slide_is_refused(
-    algo: dict[str, Any], words: list[str]
-) -> None:
+def test_a_sliding_window_that_cannot_slide_is_refused(algo, words):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         config(**algo).validate()
     assert all(word in str(error.value) for word in words)

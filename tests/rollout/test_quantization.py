@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.image_rollouts import WINDOWS, make_spec, trained_lora
 from support.kernels import needs_int8_kernels
-from support.runs import Train, fingerprint
+from support.runs import fingerprint
 from support.torchao import needs_torchao
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -111,9 +111,7 @@ def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
 @needs_torchao
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_the_rollout_says_its_precision_and_the_mismatch_shows_it(
-    bundled: FlowModel, dtype: str, name: str
-) -> None:
+def test_the_rollout_says_its_precision_and_the_mismatch_shows_it(bundled, dtype, name):
     network = trained_lora(bundled)
     engine = DiffusersEngine(bundled, network, dtype=dtype, chunk_size=4, quantization=name)
     request = ImageRequest(
@@ -162,35 +160,22 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ["rollout.quantization=int3"],
-            ["rollout.quantization='int3'", "int8, int4, fp8, int8_dynamic"],
-        ),
-        (["rollout.staleness=-1"], ["rollout.staleness=-1: give at least 0"]),
-        (["rollout.staleness=1", "data.replay_dir=x"], ["rollout.staleness=1", "data.replay_dir"]),
-        (
-            ["rollout.quantization=int8", "data.replay_dir=x"],
-            ["rollout.quantization=int8", "data.replay_dir"],
-        ),
-        (
-            ["rollout.compile=true", "data.replay_dir=x"],
-            ["rollout.compile=True", "data.replay_dir"],
-        ),
-        (["model.offload_idle=true"], ["model.offload_idle=true", "CPU"]),
-        (["actor.optim.name=sgd"], ["actor.optim.name='sgd'", "adamw, adamw_8bit"]),
+        ("rollout.quantization=int3", ["quantization='int3'", "int8, int4, fp8, int8_dynamic"]),
+        ("rollout.staleness=-1", ["rollout.staleness=-1: give at least 0"]),
+        ("rollout.staleness=1 data.replay_dir=x", ["rollout.staleness=1", "data.replay_dir"]),
+        ("rollout.quantization=int8 data.replay_dir=x", ["quantization=int8", "data.replay_dir"]),
+        ("rollout.compile=true data.replay_dir=x", ["rollout.compile=True", "data.replay_dir"]),
+        ("model.offload_idle=true", ["model.offload_idle=true", "CPU"]),
+        ("actor.optim.name=sgd", ["actor.optim.name='sgd'", "adamw, adamw_8bit"]),
     ],
 )
-def test_settings_without_effect_or_meaning(
-    train: Train, capsys: pytest.CaptureFixture, overrides: list[str], words: list[str]
-) -> None:
-    assert train(*overrides) == 2
+def test_settings_without_effect_or_meaning(train, capsys, overrides, words):
+    assert train(*overrides.split()) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
 
 
-def test_a_missing_package_or_compiler_is_named(
-    train: Train, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_or_compiler_is_named(train, capsys, monkeypatch):
     for module in (check_engine, training_config):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
@@ -215,8 +200,8 @@ def test_a_missing_package_or_compiler_is_named(
     ],
 )
 def test_what_triton_needs_is_looked_for_before_loading(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, setting: str, value: object, words: str
-) -> None:
+    monkeypatch, checkpoint, setting, value, words
+):
     config = Config()
     config.model.path = str(checkpoint)
     check_engine.check_machine(config, torch.device("cuda"))
@@ -236,9 +221,7 @@ def test_what_triton_needs_is_looked_for_before_loading(
         ("transformers_engine", "causal_lm", {"compile": True}),
     ],
 )
-def test_an_engine_that_does_not_offer_a_precision(
-    name: str, kind: str, wrong: dict[str, object]
-) -> None:
+def test_an_engine_that_does_not_offer_a_precision(name, kind, wrong):
     config = Config()
     config.model.kind = kind
     config.rollout.name = name
@@ -247,14 +230,18 @@ def test_an_engine_that_does_not_offer_a_precision(
         check_engine.engine_of(config)
 
 
-def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
+def quantized(checkpoint: Path, name: str, dtype: str = "bf16") -> Config:
     config = Config()
     config.model.path = str(checkpoint)
-    config.rollout.quantization = "int4"
-    config.rollout.dtype = "fp16"
-    with pytest.raises(
-        ValueError, match=r"rollout\.quantization=int4 on a GPU needs rollout\.dtype=bf16, not fp16"
-    ):
+    config.rollout.quantization = name
+    config.rollout.dtype = dtype
+    return config
+
+
+def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
+    config = quantized(checkpoint, "int4", "fp16")
+    words = r"rollout\.quantization=int4 on a GPU needs rollout\.dtype=bf16, not fp16"
+    with pytest.raises(ValueError, match=words):
         check_engine.check_machine(config, torch.device("cuda"))
     check_engine.check_machine(config, torch.device("cpu"))
 
@@ -267,14 +254,10 @@ def saturating(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (pairs.sum(1) - 128 * right.int().sum(0)).int()
 
 
-def test_a_processor_whose_int8_products_overflow_is_refused(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_whose_int8_products_overflow_is_refused(checkpoint, monkeypatch):
     small = torch.ones(4, 8, dtype=torch.int8)
     assert (saturating(small, small.mT) == 8).all()
-    config = Config()
-    config.model.path = str(checkpoint)
-    config.rollout.quantization = "int8_dynamic"
+    config = quantized(checkpoint, "int8_dynamic")
     monkeypatch.setattr(torch, "_int_mm", saturating)
     words = r"int8_dynamic: this processor's integer kernels overflow .* Set .*quantization=int8,"
     with pytest.raises(ValueError, match=words):
@@ -282,20 +265,16 @@ def test_a_processor_whose_int8_products_overflow_is_refused(
     network = nn.Sequential(nn.ModuleList([nn.Linear(8, 8)]))
     with pytest.raises(ValueError, match=words):  # on a worker's machine
         quantize(network, "int8_dynamic")
-    config.rollout.quantization = "int8"
-    check_engine.check_machine(config, torch.device("cpu"))
+    check_engine.check_machine(quantized(checkpoint, "int8"), torch.device("cpu"))
 
 
 @needs_int8_kernels
 def test_slow_quantizations_on_a_gpu(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     """int8_dynamic formats the input of every layer as text; int4's kernel is made for few rows."""
-    config = Config()
-    config.model.path = str(checkpoint)
-    config.rollout.quantization = "int8_dynamic"
+    config = quantized(checkpoint, "int8_dynamic")
     with pytest.raises(ValueError, match=r"int8_dynamic on a GPU needs rollout\.compile=true"):
         check_engine.check_machine(config, torch.device("cuda"))
     check_engine.check_machine(config, torch.device("cpu"))
     assert caplog.messages == []
-    config.rollout.quantization = "int4"
-    check_engine.check_machine(config, torch.device("cuda"))
+    check_engine.check_machine(quantized(checkpoint, "int4"), torch.device("cuda"))
     assert "rollouts may be slower than in bf16" in caplog.text

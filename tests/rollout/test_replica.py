@@ -37,9 +37,7 @@ def updated(model: CausalLM) -> dict[str, torch.Tensor]:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.2)])
-def test_a_merged_lora_gives_the_outputs_of_a_separate_one(
-    trained_lm: CausalLM, dtype: str, tolerance: float
-) -> None:
+def test_a_merged_lora_gives_the_outputs_of_a_separate_one(trained_lm, dtype, tolerance):
     tokens = torch.arange(1, 9).reshape(2, 4)
     state = updated(trained_lm)
     at_first, synced = [], []
@@ -53,9 +51,7 @@ def test_a_merged_lora_gives_the_outputs_of_a_separate_one(
     torch.testing.assert_close(*synced, rtol=0, atol=tolerance)
 
 
-def test_merging_leaves_the_trainers_weights_alone_and_adds_nothing_up(
-    trained_lm: CausalLM,
-) -> None:
+def test_merging_leaves_the_trainers_weights_alone_and_adds_nothing_up(trained_lm):
     before = {name: p.clone() for name, p in trained_lm.network.named_parameters()}
     replica = Replica(trained_lm.network, "fp32", merge_lora=True)
     tokens = torch.arange(1, 9).reshape(2, 4)

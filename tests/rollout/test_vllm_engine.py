@@ -300,9 +300,7 @@ def test_batch(vllm: FakeVllm, model: CausalLM) -> None:
     assert batch.policy_version.tolist() == [6] * 4
 
 
-def test_greedy_is_certain_and_a_changed_temperature_is_echoed(
-    vllm: FakeVllm, model: CausalLM
-) -> None:
+def test_greedy_is_certain_and_a_changed_temperature_is_echoed(vllm, model):
     engine = make(model)
     (greedy,) = engine.generate(request([0], ["1+1="], replace(SPEC, temperature=0.0)))
     assert greedy.batch.rollout_log_probs is not None
@@ -317,9 +315,7 @@ def test_more_tokens_than_the_model_has_room_for(vllm: FakeVllm, model: CausalLM
         next(engine.generate(request([0, 1])))
 
 
-def test_sync_writes_what_peft_would_and_replaces_the_adapter(
-    vllm: FakeVllm, model: CausalLM
-) -> None:
+def test_sync_writes_what_peft_would_and_replaces_the_adapter(vllm, model):
     engine = make(model)
     fake = vllm.llms[0].llm_engine
     numbers = set(fake.adapters)
@@ -405,14 +401,8 @@ def test_lora_that_vllm_ignores_is_refused(vllm: FakeVllm, model: CausalLM) -> N
     ],
 )
 def test_vllm_sees_the_gpu_of_the_trainer(
-    vllm: FakeVllm,
-    model: CausalLM,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    tensor_parallel_size: int,
-    visible: str,
-    seen: str,
-) -> None:
+    vllm, model, monkeypatch, device, tensor_parallel_size, visible, seen
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     model.device = torch.device(device)
     make(model, tensor_parallel_size=tensor_parallel_size)

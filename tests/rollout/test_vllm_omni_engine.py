@@ -119,9 +119,7 @@ def test_the_missing_package_is_named(train, capsys):
 
 
 @pytest.mark.parametrize("sleep", [True, False])
-def test_memory_is_given_back_before_the_engine_wakes_up(
-    monkeypatch: pytest.MonkeyPatch, sleep: bool
-) -> None:
+def test_memory_is_given_back_before_the_engine_wakes_up(monkeypatch, sleep):
     """Checks the order: an engine in another process cannot use what torch keeps for later."""
     done: list[str] = []
 

@@ -83,9 +83,7 @@ def engine_of(trainer: int) -> int:
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_decoupled_training_survives_the_death_of_its_engine(
-    diffusers_run: Path, tmp_path: Path, max_restarts: int
-) -> None:
+def test_decoupled_training_survives_the_death_of_its_engine(diffusers_run, tmp_path, max_restarts):
     """The engine is killed after the fifth step.
 
     It is started again and the run goes on, or the run fails with a report and the same command
@@ -132,9 +130,7 @@ def test_decoupled_training_survives_the_death_of_its_engine(
     assert distance < 1e-3
 
 
-def test_bypass_training_shows_the_mismatch_of_a_bf16_engine(
-    diffusers_run: Path, tmp_path: Path
-) -> None:
+def test_bypass_training_shows_the_mismatch_of_a_bf16_engine(diffusers_run, tmp_path):
     rows = train(tmp_path / "run", *BYPASS, "rollout.dtype=bf16")
     assert [row["step"] for row in rows] == list(range(11))
     gaps = [row["actor/rollout_corr/logprob_abs_diff_mean"] for row in rows[1:]]

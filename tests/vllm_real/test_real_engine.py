@@ -105,9 +105,7 @@ def test_recorded_interface_is_the_installed_one() -> None:
     assert recorded == {"version": VERSION, **interface(lambda path: (root / path).read_text())}
 
 
-def test_log_probs_are_those_of_the_trainer_under_every_lora(
-    engine: VllmEngine, model: CausalLM
-) -> None:
+def test_log_probs_are_those_of_the_trainer_under_every_lora(engine, model):
     differences = []
     for version in range(1, 4):
         put_lora(engine, model, version)
@@ -124,9 +122,7 @@ def test_log_probs_are_those_of_the_trainer_under_every_lora(
     assert stale > 0.1
 
 
-def test_one_adapter_is_held_and_its_folder_alone_exists(
-    engine: VllmEngine, model: CausalLM
-) -> None:
+def test_one_adapter_is_held_and_its_folder_alone_exists(engine, model):
     folders = []
     for version in range(3):
         put_lora(engine, model, version)
@@ -135,9 +131,7 @@ def test_one_adapter_is_held_and_its_folder_alone_exists(
     assert [folder.exists() for folder in folders] == [False, False, True]
 
 
-def test_responses_end_with_the_end_token_or_at_the_limit(
-    engine: VllmEngine, model: CausalLM
-) -> None:
+def test_responses_end_with_the_end_token_or_at_the_limit(engine, model):
     put_lora(engine, model, 1)
     batch = sample(engine, per_prompt=32)
     eos = model.eos_ids[0]
@@ -187,13 +181,7 @@ def test_a_temperature_that_vllm_changes_is_echoed(engine: VllmEngine, model: Ca
     assert sample(engine, temperature=0.001).spec.temperature == 0.01
 
 
-def test_an_exported_lora_is_the_same_policy(
-    engine: VllmEngine,
-    model: CausalLM,
-    config: ModelConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_exported_lora_is_the_same_policy(engine, model, config, tmp_path, monkeypatch):
     export_lora(set_lora(model, 2), config, tmp_path)
     engine._adapter.drop()
     exported = vllm_request("exported", 1000, tmp_path)
@@ -202,16 +190,14 @@ def test_an_exported_lora_is_the_same_policy(
     engine._llm.llm_engine.remove_lora(1000)
 
 
-def test_adapter_that_binds_nothing_is_refused(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_that_binds_nothing_is_refused(engine, monkeypatch):
     engine._adapter.drop()
-    write = vllm_lora.write_adapter
+    files = vllm_lora.peft_files
 
-    def elsewhere(state: dict[str, Tensor], *rest: Any) -> None:
-        write({f"language_model.{name}": tensor for name, tensor in state.items()}, *rest)
+    def elsewhere(state: dict[str, Tensor], **given: Any) -> dict[str, bytes]:
+        return files({f"language_model.{name}": t for name, t in state.items()}, **given)
 
-    monkeypatch.setattr(vllm_lora, "write_adapter", elsewhere)
+    monkeypatch.setattr(vllm_lora, "peft_files", elsewhere)
     with pytest.raises(ValueError, match=r"model\.target_modules: .*down_proj"):
         engine._check_binding()
     engine._adapter.drop()

@@ -23,7 +23,7 @@ from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
 )
 def test_workers_get_the_gpus_that_no_trainer_uses(
     monkeypatch, visible, device, trainers, workers, share, expected
-) -> None:
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert spare_gpus(torch.device(device), trainers, workers, share) == expected
 
@@ -36,9 +36,7 @@ def test_workers_get_the_gpus_that_no_trainer_uses(
         ("0,1,2", "cuda", 1, 3, 0.6, "need 3, and of 3 GPUs here 1 train"),
     ],
 )
-def test_too_few_gpus_are_an_error(
-    monkeypatch, visible, device, trainers, workers, share, words
-) -> None:
+def test_too_few_gpus_are_an_error(monkeypatch, visible, device, trainers, workers, share, words):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ValueError, match=words):
         spare_gpus(torch.device(device), trainers, workers, share)

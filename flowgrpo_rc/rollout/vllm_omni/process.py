@@ -122,8 +122,7 @@ class EngineProcess:
         """Sends a request and yields its replies, the last of which is `done`.
 
         Raises:
-          EngineLost: the child ends, or is silent for longer than `timeout_s`; None for the usual
-            time.
+          EngineLost: the child ends, or is silent for longer than `timeout_s`.
           EngineError: the child reports an error. It is gone then as well, and the message holds
             the end of its log.
         """
