@@ -172,7 +172,7 @@ class RolloutEngine(ABC, Generic[R]):
     ) -> None:
         """Raises ValueError, before anything is loaded, for a flow model or options it cannot take.
 
-        An engine that takes all that its constructor's parameters allow need not define it. It may
+        An engine that takes all that its constructor's parameters allow need not define it. It
         raise
         ImportError for a missing package, too.
 

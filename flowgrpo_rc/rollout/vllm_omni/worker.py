@@ -37,7 +37,7 @@ class RolloutWorker(CustomPipelineWorkerExtension):
     def rollout_bind_lora(
         self, request: LoRARequest, tensors: Mapping[str, Tensor], rank: int
     ) -> dict[str, Tensor]:
-        """Replaces the adapter and returns what the layers hold. ValueError if a tensor has none."""
+        """Replaces the adapter and returns what layers hold. ValueError if a tensor has none."""
         for adapter in self.lora_manager.list_adapters():
             self.lora_manager.remove_adapter(adapter)
         self.model_runner.pipeline.lora = (tensors, rank)
