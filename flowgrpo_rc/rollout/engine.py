@@ -172,9 +172,8 @@ class RolloutEngine(ABC, Generic[R]):
     ) -> None:
         """Raises ValueError, before anything is loaded, for a flow model or options it cannot take.
 
-        An engine that takes all that its constructor's parameters allow need not define it. It
-        raise
-        ImportError for a missing package, too.
+        An engine that takes all that its constructor's parameters allow need not define it. One
+        that lacks a package raises ImportError.
 
         Args:
           pipeline_class: name of the model's pipeline in diffusers; empty for a language model.
