@@ -126,6 +126,7 @@ class Processes:
 
     def text_of_main(self, text: str) -> str:
         """Returns the text that the main process gives, of at most 1,000 bytes, on all of them."""
+        # The others give zeros, so the sum is the text of the main process.
         row = torch.zeros(1000, dtype=torch.int64, device=self.device)
         if self.is_main:
             given = text.encode()
@@ -154,6 +155,7 @@ class Processes:
         """Puts texts of all processes together, each at its place, as `rows_of_all` does."""
         longest = torch.tensor([max(1, *map(len, texts))], device=self.device)
         letters = np.array(texts, dtype=f"U{int(self.max(longest).item())}")
+        # numpy has 4 bytes a letter, so texts travel as rows of numbers of one width.
         codes = letters.view(np.int32).reshape(len(texts), -1)
         whole = self.rows_of_all(torch.from_numpy(codes), first, total)
         found: list[str] = whole.numpy().view(letters.dtype).ravel().tolist()

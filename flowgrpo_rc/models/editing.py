@@ -83,6 +83,7 @@ class EditingModel(FlowModel):
             parts.append(
                 super().velocity(transformer, latents[rows], timesteps[rows], own, other, spec)
             )
+        # The parts stand group by group; argsort of their rows puts each back at its place.
         order = torch.tensor([row for listed in rows_of.values() for row in listed])
         return torch.cat(parts)[order.argsort().to(latents.device)]
 

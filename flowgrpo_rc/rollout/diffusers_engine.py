@@ -92,6 +92,7 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
             None if negative is None else negative[prompt_index],
             spec,
             window,
+            # It follows from seed and step alone, so that chunks and workers do not matter.
             lambda step: normal(shape, seeds, "step", step).to(device),
             group=prompt_index,
             keep_means=request.keep_means,

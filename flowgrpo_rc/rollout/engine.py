@@ -253,6 +253,7 @@ def check_settings(asked: Spec, echoed: Spec) -> None:
 def check_tensors(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """Raises ValueError unless LoRA tensors have the names and shapes of an engine's."""
     pushed = {name: tensor.shape for name, tensor in state.items()}
+    # Pairs that only one side has: tensors that lack, that are too many, or of another shape.
     different = sorted({name for name, _ in pushed.items() ^ shapes.items()})[:3]
     if different:
         told = [f"{name} ({shapes.get(name)}, not {pushed.get(name)})" for name in different]

@@ -100,6 +100,7 @@ class Replica:
     @torch.no_grad()
     def _merge(self) -> None:
         for layer, original in self._merged:
+            # The update is rounded before it is added, as in peft's own merge.
             merged = original + layer.get_delta_weight(ADAPTER).to(original.dtype)
             layer.get_base_layer().weight.copy_(merged)
 
