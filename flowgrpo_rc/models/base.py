@@ -327,10 +327,10 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
         known = "adapters exist"
     else:
         try:
-            adapter_class = load_class("flowgrpo_rc.models", config.adapter, FlowModel)
+            own: type[FlowModel] = load_class("flowgrpo_rc.models", config.adapter, FlowModel)
         except ValueError as error:
             raise ValueError(f"model.adapter: {error}") from error
-        adapters = {adapter_class.serves(): adapter_class}
+        adapters = {own.serves(): own}
         known = f"model.adapter={config.adapter} is"
     pipeline = str(index.get("_class_name"))
     fitting = [
