@@ -140,15 +140,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             environment = child_environment(os.environ, model.device, tensor_parallel_size)
             process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
             (done,) = process.ask("start", start, timeout_s=start_timeout_s)
-            if quantization is None:
-                return process
-            quantized, layers = done.fields["quantized"], done.fields["layers"]
-            if quantized == 0:
-                process.fail(
-                    f"ignored rollout.engine_kwargs.quantization={quantization}: none of the "
-                    f"{layers} layers of its transformer holds quantized weights; drop the key"
-                )
-            logger.info("vLLM-Omni quantized %d of %d layers (%s)", quantized, layers, quantization)
+            if quantization is not None:
+                _check_quantized(process, quantization, done)
             return process
 
         self._started = started
@@ -366,6 +359,17 @@ def _conditioning(
         pooled=None if pooled is None else pooled[rows].to(device),
         mask=None if mask is None or mask.all() else mask[rows].bool().to(device),
     )
+
+
+def _check_quantized(process: EngineProcess, quantization: str, started: Message) -> None:
+    """Ends the engine and raises EngineError if it has quantized nothing."""
+    quantized, layers = started.fields["quantized"], started.fields["layers"]
+    if quantized == 0:
+        process.fail(
+            f"ignored rollout.engine_kwargs.quantization={quantization}: none of the {layers} "
+            "layers of its transformer holds quantized weights; drop the key"
+        )
+    logger.info("vLLM-Omni quantized %d of %d layers (%s)", quantized, layers, quantization)
 
 
 def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:
