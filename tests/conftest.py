@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.runs import WORDS, Train
+from support.runs import WORDS, Train, small_run
 
 # Fixtures import what is heavy: tests of pure maths start without diffusers and transformers.
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
 
     There are 4 prompts with 2 samples each, an fp32 rollout and the JPEG reward.
     """
-    return _small_run(checkpoint, prompt_file, tmp_path / "run")
+    return small_run(checkpoint, prompt_file, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")
@@ -198,43 +198,11 @@ def trained(
     def folder(*further: str) -> Path:
         if further not in folders:
             out = root / f"run_{len(folders)}"
-            assert main(["train", *_small_run(checkpoint, prompt_file, out), *further]) == 0
+            assert main(["train", *small_run(checkpoint, prompt_file, out), *further]) == 0
             folders[further] = out
         return folders[further]
 
     return folder
-
-
-def _small_run(checkpoint: Path, prompt_file: Path, folder: Path) -> list[str]:
-    return [
-        f"model.path={checkpoint}",
-        "model.lora_rank=4",
-        "model.lora_alpha=8",
-        f"data.train_files={prompt_file}",
-        f"data.val_files={prompt_file}",
-        "data.train_batch_size=4",
-        "rollout.n=2",
-        "rollout.dtype=fp32",
-        "rollout.algo.shared_prefix=false",
-        "actor.steps_per_forward=1",
-        "rollout.micro_batch_size_per_gpu=null",
-        "rollout.pipeline.num_inference_steps=4",
-        "rollout.algo.sde_window_size=2",
-        "rollout.algo.sde_window_range=[0,3]",
-        "rollout.val_kwargs.num_inference_steps=2",
-        "rollout.val_kwargs.n=8",
-        "actor.ppo_mini_batch_size=2",
-        "actor.ppo_micro_batch_size_per_gpu=2",
-        "actor.optim.lr=1e-3",
-        "actor.diffusion_loss.clip_ratio=1e-4",
-        "actor.ema.update_interval=2",
-        "algorithm.rollout_correction.bypass_mode=false",
-        "reward.terms.ocr=null",
-        "reward.terms.jpeg.weight=1.0",
-        "trainer.total_training_steps=2",
-        "trainer.device=cpu",
-        f"trainer.output_dir={folder}",
-    ]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,39 @@ Train = Callable[..., int]
 Trained = Callable[..., Path]
 
 
+def small_run(checkpoint: Path, prompt_file: Path, folder: Path) -> list[str]:
+    """Returns the overrides of a run of two small steps in a folder."""
+    return [
+        f"model.path={checkpoint}",
+        "model.lora_rank=4",
+        "model.lora_alpha=8",
+        f"data.train_files={prompt_file}",
+        f"data.val_files={prompt_file}",
+        "data.train_batch_size=4",
+        "rollout.n=2",
+        "rollout.dtype=fp32",
+        "rollout.algo.shared_prefix=false",
+        "actor.steps_per_forward=1",
+        "rollout.micro_batch_size_per_gpu=null",
+        "rollout.pipeline.num_inference_steps=4",
+        "rollout.algo.sde_window_size=2",
+        "rollout.algo.sde_window_range=[0,3]",
+        "rollout.val_kwargs.num_inference_steps=2",
+        "rollout.val_kwargs.n=8",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
+        "actor.optim.lr=1e-3",
+        "actor.diffusion_loss.clip_ratio=1e-4",
+        "actor.ema.update_interval=2",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "reward.terms.ocr=null",
+        "reward.terms.jpeg.weight=1.0",
+        "trainer.total_training_steps=2",
+        "trainer.device=cpu",
+        f"trainer.output_dir={folder}",
+    ]
+
+
 def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
     """Returns the SHA-256 over names and bytes of tensors."""
     digest = hashlib.sha256()
