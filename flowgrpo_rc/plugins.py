@@ -211,6 +211,8 @@ def _class_at(path: str, base: type) -> type:
             f"{path}: there is no module {module_name!r}; is its folder on PYTHONPATH?"
         )
     value = vars(import_module(module_name)).get(class_name)
+    if value is None:
+        raise ValueError(f"{path}: {module_name} has no class {class_name!r}")
     if not (inspect.isclass(value) and issubclass(value, base)):
         raise ValueError(f"{path} is not a subclass of {base.__module__}.{base.__name__}")
     if inspect.isabstract(value):

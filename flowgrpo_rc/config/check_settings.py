@@ -41,9 +41,9 @@ OF_TEXT = (
 
 def check_settings(config: Config, num_processes: int = 1) -> None:
     """Checks all settings by themselves and against each other, without reading a file."""
-    config = config.with_fixed_clip()
     config.model.validate()
     config.rollout.validate()
+    config = config.with_fixed_clip()
     config.actor.validate()
     config.algorithm.validate()
     config.trainer.validate()

@@ -70,9 +70,10 @@ class Journal:
             )
         processes = self._processes
         # All processes get here, whether or not they could write their pictures.
-        texts = processes.texts_of_all([json.dumps(rows)], processes.rank, processes.count)
+        own = json.dumps(rows) if rows else ""
+        texts = processes.texts_of_all([own], processes.rank, processes.count)
         if processes.is_main:
-            self.log.rejected(step, [row for text in texts for row in json.loads(text)])
+            self.log.rejected(step, [row for text in texts if text for row in json.loads(text)])
 
     def finish(self, step: int, metrics: MetricBag) -> None:
         """Reduces the step's metrics, with one host transfer, and writes them down."""

@@ -48,7 +48,7 @@ KL = 3e-6
 def settings(
     found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None
 ) -> Settings:
-    config = config_of(*overrides)
+    config = config_of(*overrides).with_fixed_clip()
     differences = found.differences
     std = torch.full_like(differences, STD)
     kl = torch.full_like(differences, KL)
