@@ -19,7 +19,8 @@ from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 
 @pytest.fixture
 def job(tmp_path: Path) -> Config:
-    given = ("trainer.total_training_steps=3", "trainer.save_freq=2", "trainer.seed=7")
+    clip = "actor.diffusion_loss.clip_ratio=1e-3"  # the script takes a number
+    given = (clip, "trainer.total_training_steps=3", "trainer.save_freq=2", "trainer.seed=7")
     return to_config(compose_config([*PLAIN_JOB, *given, f"trainer.output_dir={tmp_path}"]))
 
 
