@@ -94,8 +94,8 @@ IMAGES = [
     ("rollout.compile=true data.replay_dir=x", "rollout.compile=True"),
     ("actor.replay=aligned data.replay_dir=x", "data.replay_dir"),
     # The rollout correction.
-    (f"{RC}.rollout_iss=token", "did you mean rollout_is?"),
-    (f"{RC}=pgis", "did you mean pg_is?"),
+    (f"{RC}.rollout_iss=token", "did you mean 'rollout_is'?"),
+    (f"{RC}=pgis", "did you mean 'pg_is'?"),
     (f"{RC}.rollout_rs=seq_mean_k9", "seq_mean_k9"),
     (f"{RC}.rollout_is=always", "rollout_is='always'"),
     (f"{RC}.rollout_rs=seq_mean_k1 {RC}.rollout_rs_threshold=0.5_2", "quote"),
@@ -105,7 +105,6 @@ IMAGES = [
     (f"{RC}.bypass_mode=true actor.old_log_probs=recompute", "actor.old_log_probs=recompute"),
     (f"{RC}.custom_correction=nowhere:f", "custom_correction='nowhere:f'"),
     (f"{RC}.centered=maybe", "maybe"),
-    ("actor.diffusion_loss.clip_ratio=auto:4", "set bypass_mode=true"),
     (f"actor.diffusion_loss.clip_ratio=auto {RC}.bypass_mode=true", "or auto:k"),
     # Prompts and rewards.
     ("data.train_files=/does/not/exist.txt", "/does/not/exist.txt"),

@@ -126,7 +126,7 @@ def test_a_saved_rollout_holds_all_samples_and_replays(
     monkeypatch.setattr(journal, "save_rollout", noted)
     settings = (*SOME, *BYPASS, "trainer.total_training_steps=1")
     live, replayed = (f"trainer.output_dir={tmp_path / name}" for name in ("live", "replayed"))
-    assert train(*settings, live, "journal.save_rollouts=true") == 0
+    assert train(*settings, live, "trainer.save_rollouts=true") == 0
     rows = read_rows(tmp_path / "live")
     assert sizes[0] % 6 == 0
     assert train(*settings, replayed, f"data.replay_dir={tmp_path / 'live' / 'rollouts'}") == 0
