@@ -19,6 +19,7 @@ SMALL = (
     "actor.ppo_mini_batch_size=2",
     "actor.ppo_micro_batch_size_per_gpu=4",
     "actor.optim.lr_scheduler=constant",
+    "actor.diffusion_loss.clip_ratio=1e-3",  # an auto clip follows new samples alone
     "trainer.val_before_train=false",
     "trainer.test_freq=-1",
     "trainer.save_freq=1",
