@@ -158,7 +158,7 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("settings", "words"),
     [
         ("rollout.quantization=int3", ["quantization='int3'", "int8, int4, fp8, int8_dynamic"]),
         ("rollout.staleness=-1", ["rollout.staleness=-1: give at least 0"]),
@@ -169,8 +169,8 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
         ("actor.optim.name=sgd", ["actor.optim.name='sgd'", "adamw, adamw_8bit"]),
     ],
 )
-def test_settings_without_effect_or_meaning(train, capsys, overrides, words):
-    assert train(*overrides.split()) == 2
+def test_settings_without_effect_or_meaning(train, capsys, settings, words):
+    assert train(*settings.split()) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
 
