@@ -22,7 +22,6 @@ from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.policies.base import Measured, join
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
@@ -145,12 +144,7 @@ class Images:
 
     def evaluation(self, batch: DiffusionBatch) -> Evaluation:
         """Evaluates the policy on every step of a batch, without slopes."""
-        with torch.no_grad():
-            pieces = [
-                Measured.of(self.policy.evaluate(piece), keep_means=True)
-                for piece in self.policy.pieces(batch)
-            ]
-        found = join(pieces, 1)
+        found = self.policy.measure(batch, len(batch), keep_means=True)
         assert found.gaussian is not None
         assert found.means is not None
         return Evaluation(

@@ -21,7 +21,7 @@ from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, steps_of
-from flowgrpo_rc.policies.base import Measured
+from flowgrpo_rc.policies.base import Evaluation
 
 MODES = ("auto", "bypass", "decoupled")
 # The bound of bypass mode is this quantile of what the loss bounds, times the margin.
@@ -76,7 +76,7 @@ class Bound(NamedTuple):
         return (self.sizes > value).double().mean().item()
 
 
-def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound | None:
+def bound_of(config: Config, differences: Tensor, measured: Evaluation) -> Bound | None:
     """Measures what the configured loss bounds; None if it clips nothing, or names no bound.
 
     Args:

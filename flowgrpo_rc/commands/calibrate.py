@@ -46,7 +46,7 @@ from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
-from flowgrpo_rc.policies.base import Measured
+from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.tasks.image import ImageTask
 
@@ -201,7 +201,7 @@ def compare(
     micro = config.actor.ppo_micro_batch_size_per_gpu
     few = (rollouts.few, rollouts.other)
 
-    def trainer(rollout: RecordedRollout) -> Measured:
+    def trainer(rollout: RecordedRollout) -> Evaluation:
         measured = task.policy.measure(rollout.batch, micro)
         keys = "model.dtype and trainer.mixed_precision"
         require_finite(rollout, measured.log_probs, "trainer", keys)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Batch, DiffusionBatch
+from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.core.row_metrics import RowMetrics
@@ -224,11 +224,6 @@ def apply_bypass_mode(batch: B) -> B:
     return batch.replace(old_log_probs=rollout_log_probs)
 
 
-def apply_bypass_mode_to_diffusion_batch(batch: DiffusionBatch) -> DiffusionBatch:
-    """Does what `apply_bypass_mode` does, under the diffusion document's name."""
-    return apply_bypass_mode(batch)
-
-
 def apply_rollout_correction_to_batch(
     batch: B,
     config: RolloutCorrectionConfig,
@@ -263,15 +258,9 @@ def apply_rollout_correction_to_batch(
     return Corrector(config).batch(batch, step_kl=step_kl, all_reduce=all_reduce)
 
 
-def apply_rollout_correction_to_diffusion_batch(
-    batch: DiffusionBatch,
-    config: RolloutCorrectionConfig,
-    *,
-    step_kl: Tensor | None = None,
-    all_reduce: AllReduce = identity,
-) -> tuple[DiffusionBatch, MetricBag]:
-    """Does what `apply_rollout_correction_to_batch` does, under the diffusion document's name."""
-    return apply_rollout_correction_to_batch(batch, config, step_kl=step_kl, all_reduce=all_reduce)
+# The diffusion document's names of the same functions.
+apply_bypass_mode_to_diffusion_batch = apply_bypass_mode
+apply_rollout_correction_to_diffusion_batch = apply_rollout_correction_to_batch
 
 
 def _corrector(step_kl: Tensor | None = None, **settings: Any) -> Corrector:
@@ -291,6 +280,7 @@ def _check_tensors(**tensors: Tensor | None) -> None:
     documents' `response_mask` may hold numbers.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    # One column would be broadcast against many, and give numbers that look sound.
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         raise ValueError(f"log-probs, mask and step_kl must all be [B, T]; got {shapes}")

@@ -150,6 +150,7 @@ class RolloutCorrectionConfig(Presets):
         Raises:
           ValueError: if a threshold cannot be parsed, as in `validate`.
         """
+        # The veto is compared with log-ratios: their exponentials could overflow.
         veto = self.rollout_token_veto_threshold
         bands = parse_bands(
             self.rollout_rs,
@@ -181,6 +182,7 @@ class RolloutCorrectionConfig(Presets):
     def _scales_something(self) -> bool:
         """Whether `log_prob_scale` changes more than metrics."""
         rules = self.rules()
+        # step_kl is no log-prob, and `auto` bands follow the mean of one in any case.
         scaled = any(band.name != STEP_KL for band in rules.bands) or rules.log_veto is not None
         return scaled or rules.level is not None or self.custom_correction is not None
 
@@ -216,6 +218,7 @@ class RolloutCorrectionConfig(Presets):
                 raise ValueError(f"{KEY}.{name}={value!r}: allowed are {listed}")
         if self.centered is not None and not isinstance(self.centered, bool):
             raise ValueError(f"{KEY}.centered={self.centered!r}: give true, false or null")
+        # Python takes 1, 0 and "false" in conditions, where a user may mean something else.
         for name in ("bypass_mode", "rollout_is_batch_normalize"):
             if not isinstance(vars(self)[name], bool):
                 raise ValueError(f"{KEY}.{name}={vars(self)[name]!r}: give true or false")
@@ -227,45 +230,51 @@ class RolloutCorrectionConfig(Presets):
             )
 
     def _validate_contradictions(self) -> None:
-        if self.loss_type == "reinforce" and not self.bypass_mode:
-            raise ValueError(
-                f"{KEY}.loss_type=reinforce compares the current policy with the rollout and needs "
-                f"{KEY}.bypass_mode=true; set that, or loss_type=ppo_clip"
-            )
-        if self.bypass_level != "step" and not self.bypass_mode:
-            raise ValueError(
-                f"{KEY}.bypass_level={self.bypass_level} has no effect with "
-                f"{KEY}.bypass_mode=false, where the whole window is corrected: drop it, or set "
-                "bypass_mode=true"
-            )
-        if self.bypass_mode and self.exclude_rejected:
-            raise ValueError(
-                f"{KEY}.exclude_rejected=true needs the rejection before the advantages, but with "
+        weighs = self.rollout_is is not None
+        levels = f"set {KEY}.rollout_is to one of {', '.join(IS_LEVELS)}, or drop it"
+        ppo_in_bypass = f"{KEY}.bypass_mode=true and {KEY}.loss_type=ppo_clip"
+        contradictions = (
+            (
+                self.loss_type == "reinforce" and not self.bypass_mode,
+                "loss_type=reinforce compares the current policy with the rollout and needs "
+                f"{KEY}.bypass_mode=true; set that, or loss_type=ppo_clip",
+            ),
+            (
+                self.bypass_level != "step" and not self.bypass_mode,
+                f"bypass_level={self.bypass_level} has no effect with {KEY}.bypass_mode=false, "
+                "where the whole window is corrected: drop it, or set bypass_mode=true",
+            ),
+            (
+                self.bypass_mode and bool(self.exclude_rejected),
+                "exclude_rejected=true needs the rejection before the advantages, but with "
                 f"{KEY}.bypass_mode=true it comes with the loss: set bypass_mode=false, or "
-                "exclude_rejected=null"
-            )
-        if self.log_prob_scale != "mean" and not self._scales_something():
-            raise ValueError(
-                f"{KEY}.log_prob_scale={self.log_prob_scale} has nothing to act on: it scales "
-                f"weights ({KEY}.rollout_is), thresholds of k1 to k3 that are numbers, and the "
-                "veto, but neither step_kl nor auto:k; set one of these, or drop it"
-            )
-        if self.rollout_is is None:
-            for name, off in (("rollout_is_mode", None), ("rollout_is_batch_normalize", False)):
-                if vars(self)[name] != off:
-                    raise ValueError(
-                        f"{KEY}.{name}={vars(self)[name]} has no weights to act on: set "
-                        f"{KEY}.rollout_is to one of {', '.join(IS_LEVELS)}, or drop it"
-                    )
-        if self.weights_are_metrics and self.rollout_is_batch_normalize:
-            raise ValueError(
-                f"{KEY}.rollout_is_batch_normalize=true has no effect with {KEY}.bypass_mode=true "
-                f"and {KEY}.loss_type=ppo_clip, whose ratio is the weight: set "
-                "loss_type=reinforce, or drop it"
-            )
-        if self.weights_are_metrics and self.rollout_is_mode == "mask":
-            raise ValueError(
-                f"{KEY}.rollout_is_mode=mask has no effect with {KEY}.bypass_mode=true and "
-                f"{KEY}.loss_type=ppo_clip, where rollout_is only adds metrics: reject with "
-                f"{KEY}.rollout_rs instead"
-            )
+                "exclude_rejected=null",
+            ),
+            (
+                self.log_prob_scale != "mean" and not self._scales_something(),
+                f"log_prob_scale={self.log_prob_scale} has nothing to act on: it scales weights "
+                f"({KEY}.rollout_is), thresholds of k1 to k3 that are numbers, and the veto, but "
+                "neither step_kl nor auto:k; set one of these, or drop it",
+            ),
+            (
+                self.rollout_is_mode is not None and not weighs,
+                f"rollout_is_mode={self.rollout_is_mode} has no weights to act on: {levels}",
+            ),
+            (
+                self.rollout_is_batch_normalize and not weighs,
+                f"rollout_is_batch_normalize=true has no weights to act on: {levels}",
+            ),
+            (
+                self.weights_are_metrics and self.rollout_is_batch_normalize,
+                f"rollout_is_batch_normalize=true has no effect with {ppo_in_bypass}, whose ratio "
+                "is the weight: set loss_type=reinforce, or drop it",
+            ),
+            (
+                self.weights_are_metrics and self.rollout_is_mode == "mask",
+                f"rollout_is_mode=mask has no effect with {ppo_in_bypass}, where rollout_is only "
+                f"adds metrics: reject with {KEY}.rollout_rs instead",
+            ),
+        )
+        for holds, message in contradictions:
+            if holds:
+                raise ValueError(f"{KEY}.{message}")

@@ -197,15 +197,7 @@ def weight_metrics(
             num_outside_B = num_outside_B * num_finite_B
         metrics.ratio("rollout_is_oob_ratio", num_outside_B.sum(), num_finite)
 
-    metrics.merge(_sequence_metrics(bounds, num_finite_B, raw_sum_B, used_sum_B))
-    return metrics
-
-
-def _sequence_metrics(
-    bounds: WeightBounds, num_finite_B: Tensor, raw_sum_B: Tensor, used_sum_B: Tensor
-) -> MetricBag:
-    """Computes statistics of the mean weight of each sequence that has a finite step."""
-    metrics = MetricBag()
+    # Of the mean weight of each sequence that has a finite step.
     present_B = num_finite_B > 0
     length_B = num_finite_B.clamp(min=1)
     raw_mean_B = raw_sum_B / length_B
@@ -213,18 +205,32 @@ def _sequence_metrics(
     low_B = (raw_mean_B < _lower(bounds)).double()
     metrics.mean("rollout_is_seq_fraction_high", high_B, present_B)
     metrics.mean("rollout_is_seq_fraction_low", low_B, present_B)
-    mean_B = used_sum_B / length_B
-    deviation_B = mean_B - 1
-    metrics.mean("rollout_is_seq_mean", mean_B, present_B)
-    metrics.mean("_seq_deviation", deviation_B, present_B)
-    metrics.mean("_seq_deviation_square", deviation_B**2, present_B)
-    metrics.sum("_seq_count", present_B)
-    moments = ("_seq_deviation", "_seq_deviation_square", "_seq_count")
-    metrics.derive("rollout_is_seq_std", moments, sample_std_from_moments)
-    metrics.max("rollout_is_seq_max", mean_B, present_B)
-    metrics.min("rollout_is_seq_min", mean_B, present_B)
-    metrics.max("rollout_is_seq_max_deviation", deviation_B.abs(), present_B)
+    put_sequences(metrics, "rollout_is", used_sum_B / length_B, present_B, centre=1.0)
     return metrics
+
+
+def put_sequences(
+    metrics: MetricBag, name: str, mean_B: Tensor, present_B: Tensor, *, centre: float
+) -> None:
+    """Puts statistics of the mean of each sequence under the names that start with `name`_seq.
+
+    Args:
+      metrics: takes in the metrics.
+      name: of the statistic.
+      mean_B: its mean over each sequence, [B].
+      present_B: bool, the sequences that have a finite step, [B].
+      centre: what deviations and moments are about; 1 for weights, which are near 1.
+    """
+    deviation_B = mean_B - centre
+    metrics.mean(f"{name}_seq_mean", mean_B, present_B)
+    metrics.mean(f"_{name}_seq_deviation", deviation_B, present_B)
+    metrics.mean(f"_{name}_seq_deviation_square", deviation_B**2, present_B)
+    metrics.sum(f"_{name}_seq_count", present_B)
+    moments = (f"_{name}_seq_{moment}" for moment in ("deviation", "deviation_square", "count"))
+    metrics.derive(f"{name}_seq_std", tuple(moments), sample_std_from_moments)
+    metrics.max(f"{name}_seq_max", mean_B, present_B)
+    metrics.min(f"{name}_seq_min", mean_B, present_B)
+    metrics.max(f"{name}_seq_max_deviation", deviation_B.abs(), present_B)
 
 
 def _lower(bounds: WeightBounds) -> float:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.kl import k1, k2
-from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
+from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import row_counts, row_max, select_
 from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.config import Rules
+from flowgrpo_rc.correction.diagnostics import put_sequences
 from flowgrpo_rc.correction.log_ratios import LogRatios
 from flowgrpo_rc.correction.thresholds import Band
 from flowgrpo_rc.correction.weights import Weights, outside
@@ -245,22 +246,7 @@ def band_metrics(
     metrics.ratio(f"{name}_masked_fraction", num_rejected_B.sum(), num_finite)
     num_rejected_sequences = (num_rejected_B > 0).sum()
     metrics.ratio(f"{name}_seq_masked_fraction", num_rejected_sequences, num_sequences)
-    metrics.merge(_sequence_metrics(band, mean_B, present_B))
-    return metrics
-
-
-def _sequence_metrics(band: Band, mean_B: Tensor, present_B: Tensor) -> MetricBag:
-    """Computes statistics of the means of sequences, [B], where there is a step, bool [B]."""
-    metrics = MetricBag()
-    name = f"rollout_rs_{band.name}"
-    metrics.mean(f"{name}_seq_mean", mean_B, present_B)
-    metrics.mean(f"_{name}_seq_square", mean_B**2, present_B)
-    metrics.sum(f"_{name}_seq_count", present_B)
-    moments = (f"{name}_seq_mean", f"_{name}_seq_square", f"_{name}_seq_count")
-    metrics.derive(f"{name}_seq_std", moments, sample_std_from_moments)
-    metrics.max(f"{name}_seq_max", mean_B, present_B)
-    metrics.min(f"{name}_seq_min", mean_B, present_B)
-    metrics.max(f"{name}_seq_max_deviation", mean_B.abs(), present_B)
+    put_sequences(metrics, name, mean_B, present_B, centre=0.0)
     metrics.mean(f"{name}_seq_fraction_high", (mean_B > band.upper).double(), present_B)
     metrics.mean(f"{name}_seq_fraction_low", (mean_B < band.lower).double(), present_B)
     return metrics

@@ -180,7 +180,12 @@ def _one_each(value: Any, count: int, key: str) -> list[Any]:
 def _band(name: str, spec: Any, lower_spec: Any) -> Band:
     level, estimator = name.rsplit("_", 1)
     if str(spec).strip().startswith("auto"):
-        deviations = _deviations(str(spec).strip())
+        deviations = parse_deviations(spec)
+        if deviations is None:
+            raise ValueError(
+                f"{THRESHOLD_KEY}={spec!r}: give the standard deviations above 0 after the colon, "
+                '"auto:4"'
+            )
         if lower_spec is not None:
             raise ValueError(
                 f"{LOWER_KEY}={lower_spec!r} has no effect on {THRESHOLD_KEY}={spec}: drop it"
@@ -227,18 +232,16 @@ def _band(name: str, spec: Any, lower_spec: Any) -> Band:
     return Band(level, estimator, -math.log(upper), -math.log(lower) if lower else math.inf)
 
 
-def _deviations(spec: str) -> float:
-    """Parses the k of "auto:k"."""
+def parse_deviations(spec: Any) -> float | None:
+    """Parses the k of "auto:k", a number above 0; None for anything else."""
+    word, _, number = str(spec).strip().partition(":")
     try:
-        (deviations,) = (float(part) for part in spec.removeprefix("auto:").split("_"))
+        deviations = float(number)
     except ValueError:
-        deviations = math.nan
-    if not 0 < deviations < math.inf:
-        raise ValueError(
-            f"{THRESHOLD_KEY}={spec!r}: give the standard deviations above 0 after the colon, "
-            '"auto:4"'
-        )
-    return deviations
+        return None
+    # float reads "1_2" as 12; here an underscore separates two numbers.
+    is_number = word == "auto" and "_" not in number and 0 < deviations < math.inf
+    return deviations if is_number else None
 
 
 def _numbers(spec: Any, key: str) -> list[float]:

@@ -19,9 +19,9 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.correction.history import ROBUST, WARM_UP, Gather, History
+from flowgrpo_rc.correction.thresholds import parse_deviations
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss, steps_of
 
-AUTO = "auto:"
 _NAME = "bound"
 
 
@@ -40,12 +40,8 @@ def parse_auto(key: str, value: object) -> float | None:
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return None
-    text = str(value).strip()
-    try:
-        deviations = float(text.removeprefix(AUTO)) if text.startswith(AUTO) else math.nan
-    except ValueError:
-        deviations = math.nan
-    if not 0 < deviations < math.inf:
+    deviations = parse_deviations(value)
+    if deviations is None:
         raise ValueError(
             f"{DIFFUSION_KEY}.{key}={value!r}: give a number, or auto:k with the robust standard "
             'deviations k of the mismatch, such as "auto:4"'

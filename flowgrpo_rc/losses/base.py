@@ -159,7 +159,8 @@ class DiffusionLoss(ImageLoss):
         """
         if self.clip_band is None:
             return None
-        return clip_bound(self.clip_band, mismatch, convention)
+        reference = REFERENCE_CLIP[convention]
+        return LossBound("clip_ratio", self.clip_band, reference, "the mismatch", mismatch)
 
 
 def steps_of(
@@ -274,18 +275,6 @@ class TokenLoss(ABC):
         Returns:
           The loss of each token, [B, T], and metrics.
         """
-
-
-def clip_bound(clip_ratio: float | Tensor, mismatch: Tensor, convention: str) -> LossBound:
-    """Returns the bound of a loss that clips a step's own ratio by `clip_ratio`.
-
-    Args:
-      clip_ratio: half-width of the band.
-      mismatch: log-prob of the training graph minus that of the rollout, [B, T].
-      convention: of the log-probs, `gaussian` or `peers`.
-    """
-    reference = REFERENCE_CLIP[convention]
-    return LossBound("clip_ratio", clip_ratio, reference, "the mismatch", mismatch)
 
 
 class LossTerms(NamedTuple):

@@ -85,6 +85,7 @@ class DiffusionLossConfig:
           convention: of the log-probs, `gaussian` or `peers`.
         """
         loss = self.step_loss()
+        # Any numbers do: only the name of the option is read.
         one = torch.ones(1, 1, dtype=torch.float64)
         steps = GaussianSteps(one, -one, one if loss.needs_means else None)
         found = loss.bound(0 * one, steps, convention=convention)
@@ -116,6 +117,7 @@ class DiffusionLossConfig:
           ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
         """
         section = self
+        # A loss takes numbers: the default stands for a bound that no forward has told yet.
         for name in self.auto:
             default = vars(type(self))[name]
             value: dict[str, Any] = {name: default if bound is None else bound}
@@ -126,21 +128,17 @@ class DiffusionLossConfig:
     def validate(self) -> None:
         """Raises ValueError for a wrong setting, or for one without effect, naming its key."""
         auto = self.auto
-        if "kl_threshold" not in auto and not 0 < self.kl_threshold < math.inf:
-            raise ValueError(
-                f"{DIFFUSION_KEY}.kl_threshold={self.kl_threshold}: give a number above 0"
-            )
         if self.auto_floor is not None and not auto:
             raise ValueError(
                 f"{DIFFUSION_KEY}.auto_floor={self.auto_floor} has no effect without a bound that "
                 "is auto:k: drop it"
             )
-        if self.auto_floor is not None and not 0 < self.auto_floor < math.inf:
-            raise ValueError(f"{DIFFUSION_KEY}.auto_floor={self.auto_floor}: give a number above 0")
-        if "clip_ratio" not in auto and not 0 < self.clip_ratio < 1:
-            raise ValueError(
-                f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio}: give a number between 0 and 1"
-            )
+        limits = {"clip_ratio": 1.0, "kl_threshold": math.inf, "auto_floor": math.inf}
+        for name, limit in limits.items():
+            value = vars(self)[name]
+            if name not in auto and value is not None and not 0 < value < limit:
+                allowed = "above 0" if limit == math.inf else f"between 0 and {limit:g}"
+                raise ValueError(f"{DIFFUSION_KEY}.{name}={value}: give a number {allowed}")
         if not self.adv_clip_max > 0:
             raise ValueError(
                 f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0"

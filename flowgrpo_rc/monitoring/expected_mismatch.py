@@ -91,8 +91,8 @@ class ExpectedMismatch:
 
     def __init__(
         self,
-        policy: Policy[Any, Any],
-        other: Policy[Any, Any],
+        policy: Policy[Any],
+        other: Policy[Any],
         processes: Processes,
         *,
         size: float,

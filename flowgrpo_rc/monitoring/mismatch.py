@@ -37,7 +37,7 @@ class MismatchMonitor:
 
     def __init__(
         self,
-        policy: Policy[Any, Any],
+        policy: Policy[Any],
         processes: Processes,
         *,
         clip_ratio: float | None = None,

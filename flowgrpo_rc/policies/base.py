@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,53 +23,31 @@ from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.transition import GaussianSteps
 
 
-class Evaluation(Protocol):
-    """The policy on the recorded steps of one piece; differentiable in its weights."""
+class Evaluation(NamedTuple):
+    """A policy on recorded steps.
 
-    @property
-    def log_probs(self) -> Tensor:
-        """Returns the log-probability of each step, [b, t], in nats; arbitrary at padding."""
-
-    @property
-    def gaussian(self) -> GaussianSteps | None:
-        """Returns the Gaussians of the steps, [b, t]; None if steps are no Gaussians."""
-
-    @property
-    def means(self) -> Tensor | None:
-        """Returns the means of the Gaussians, [b, t, ...]; None if steps are no Gaussians."""
-
-
-class Measured(NamedTuple):
-    """A policy on recorded steps, as numbers: an `Evaluation` that carries no gradient.
-
-    The training loop measures a policy to know its log-probabilities and nothing more: those of the
-    old policy before an update, and those that the mismatch is computed from. Evaluations of pieces
-    become `Measured` and are then put together with `join`.
+    `Policy.evaluate` gives it for one piece, differentiable in the weights, and `Policy.measure`
+    for a whole batch, as numbers without gradient. `join` puts those of several pieces together.
 
     Attributes:
-      log_probs: log-probability of each step, [B, T], in nats; arbitrary at padding.
-      gaussian: the Gaussians of the steps, [B, T]; None if steps are no Gaussians.
-      means: their means, [B, T, ...]; None unless they were asked for.
+      log_probs: log-probability of each step, [b, t], in nats; arbitrary at padding.
+      gaussian: the Gaussians of the steps, [b, t]; None if steps are no Gaussians.
+      means: their means, [b, t, ...]; None if steps are no Gaussians, or if they were not kept.
     """
 
     log_probs: Tensor
-    gaussian: GaussianSteps | None
-    means: Tensor | None
+    gaussian: GaussianSteps | None = None
+    means: Tensor | None = None
 
-    @classmethod
-    def of(cls, now: Evaluation, *, keep_means: bool = False) -> Measured:
-        """Returns an evaluation without its gradient.
+    def detached(self, *, keep_means: bool = False) -> Evaluation:
+        """Returns the same numbers without gradient.
 
         Args:
-          now: the evaluation, [b, t].
           keep_means: keep the means too. They are as large as the latents.
-
-        Returns:
-          The same numbers, detached.
         """
-        gaussian = None if now.gaussian is None else now.gaussian.detached()
-        means = now.means if keep_means else None
-        return cls(now.log_probs.detach(), gaussian, None if means is None else means.detach())
+        gaussian = None if self.gaussian is None else self.gaussian.detached()
+        means = self.means.detach() if keep_means and self.means is not None else None
+        return Evaluation(self.log_probs.detach(), gaussian, means)
 
     @property
     def step_kl(self) -> Tensor | None:
@@ -90,10 +68,9 @@ class Measured(NamedTuple):
 
 
 B = TypeVar("B", bound=Batch)
-E = TypeVar("E", bound=Evaluation)
 
 
-class Policy(ABC, Generic[B, E]):
+class Policy(ABC, Generic[B]):
     """A stochastic policy around a network. Several policies may share one model.
 
     Attributes:
@@ -115,7 +92,7 @@ class Policy(ABC, Generic[B, E]):
         """
 
     @abstractmethod
-    def evaluate(self, piece: B) -> E:
+    def evaluate(self, piece: B) -> Evaluation:
         """Evaluates this policy on the recorded steps of one piece.
 
         Args:
@@ -126,14 +103,14 @@ class Policy(ABC, Generic[B, E]):
         """
 
     @abstractmethod
-    def steps(self, piece: B, now: Any) -> Iterator[tuple[B, Any]]:
+    def steps(self, piece: B, now: Evaluation) -> Iterator[tuple[B, Evaluation]]:
         """Cuts an evaluated piece into what a loss sees at once.
 
         So a loss of single steps gives the same however many of them one forward evaluates.
 
         Args:
           piece: the recorded steps, [b, t].
-          now: what was found on them, [b, t]: an `Evaluation`.
+          now: what was found on them, [b, t].
 
         Returns:
           Pairs of both, in the order of the steps: a flow policy's of one step each, [b, 1], a
@@ -141,7 +118,7 @@ class Policy(ABC, Generic[B, E]):
         """
 
     @abstractmethod
-    def divergence(self, now: E, reference: E, piece: B) -> Tensor:
+    def divergence(self, now: Evaluation, reference: Evaluation, piece: B) -> Tensor:
         """Estimates KL(now | reference) at each step.
 
         Args:
@@ -180,7 +157,7 @@ class Policy(ABC, Generic[B, E]):
     @abstractmethod
     def rounded_otherwise(
         self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
-    ) -> Policy[B, E]:
+    ) -> Policy[B]:
         """Returns a policy that shares the network, and differs from this one by rounding alone.
 
         Args:
@@ -189,7 +166,7 @@ class Policy(ABC, Generic[B, E]):
         """
 
     @torch.no_grad()
-    def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Measured:
+    def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Evaluation:
         """Evaluates this policy on a whole batch, without gradient.
 
         Args:
@@ -203,7 +180,7 @@ class Policy(ABC, Generic[B, E]):
         rows = []
         for start in range(0, len(batch), micro_batch_size):
             pieces = self.pieces(batch.rows(start, start + micro_batch_size))
-            found = [Measured.of(self.evaluate(piece), keep_means=keep_means) for piece in pieces]
+            found = [self.evaluate(piece).detached(keep_means=keep_means) for piece in pieces]
             rows.append(join(found, dim=1))
         return join(rows, dim=0)
 
@@ -257,20 +234,20 @@ def cut(whole: Any, step: int) -> Any:
 
 
 def join(parts: Sequence[Any], dim: int) -> Any:
-    """Joins what was `Measured` on several parts of a batch into one.
+    """Joins what was found on several parts of a batch into one.
 
     Each field is joined with the same field of the other parts. A field that is None, which it is
     in all parts, stays None.
 
     Args:
-      parts: one `Measured` of each part, in order.
+      parts: one `Evaluation` of each part, in order.
       dim: 0 to put rows below each other, 1 to put steps side by side.
 
     Returns:
-      One `Measured` of the whole.
+      One `Evaluation` of the whole.
     """
     first = parts[0]
-    # A NamedTuple, such as `Measured` and the `GaussianSteps` in it: join field by field.
+    # A NamedTuple, such as `Evaluation` and the `GaussianSteps` in it: join field by field.
     if isinstance(first, tuple):
         return type(first)(*(join(column, dim) for column in zip(*parts, strict=True)))
     return None if first is None else torch.cat(list(parts), dim)

@@ -29,7 +29,7 @@ from flowgrpo_rc.core.transition import (
 )
 from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.models.networks import transformers
-from flowgrpo_rc.policies.base import Policy, cut, nudge
+from flowgrpo_rc.policies.base import Evaluation, Policy, cut, nudge
 from flowgrpo_rc.policies.scheduler import step_transition
 
 NoiseSource = Callable[[int], Tensor]  # step index -> standard normal noise [B, ...]
@@ -55,21 +55,7 @@ class Trajectory(NamedTuple):
     means: Tensor | None
 
 
-class StepEvaluation(NamedTuple):
-    """A flow policy on recorded steps; differentiable in the weights.
-
-    Attributes:
-      log_probs: log-probability of each step, [b, t], in nats per element.
-      gaussian: the Gaussians of the steps, [b, t].
-      means: their means, [b, t, ...].
-    """
-
-    log_probs: Tensor
-    gaussian: GaussianSteps
-    means: Tensor
-
-
-class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
+class FlowPolicy(Policy[DiffusionBatch]):
     """A transformer as a policy over denoising steps.
 
     The policies of the trainer and of an engine share one `FlowModel` and have a transformer each.
@@ -153,7 +139,15 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         """
         x = piece.all_latents[:, :-1].flatten(0, 1)
         v = self.velocity(piece, x)
-        return _transition(x, v, piece.sigmas, piece.step_indices.flatten(), piece.spec)
+        spec = piece.spec
+        return step_transition(
+            x,
+            v,
+            piece.sigmas,
+            piece.step_indices.flatten(),
+            sde_type=spec.sde_type,
+            noise_level=spec.noise_level,
+        )
 
     def velocity(self, piece: DiffusionBatch, x: Tensor) -> Tensor:
         """Predicts velocities at the timesteps of recorded steps.
@@ -165,6 +159,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         Returns:
           The velocities, [b t, ...], fp32; differentiable in the weights.
         """
+        # As the states are flattened: the steps of a sample follow each other.
         prompts = piece.prompt_index.repeat_interleave(piece.num_steps)
         negative = None if piece.negative is None else piece.negative[prompts]
         timesteps = piece.all_timesteps.flatten()
@@ -175,7 +170,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         conditioning = piece.conditioning[prompts]
         return self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
 
-    def evaluate(self, piece: DiffusionBatch) -> StepEvaluation:
+    def evaluate(self, piece: DiffusionBatch) -> Evaluation:
         """Evaluates this policy on recorded steps, all in one forward.
 
         Args:
@@ -193,6 +188,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         x_next = piece.all_latents[:, 1:].flatten(0, 1)
         convention = piece.spec.log_prob_convention
         kl = None
+        # Without a recompute the old policy is the rollout's, and so are its means.
         old_means = piece.prev_sample_mean if piece.old_means is None else piece.old_means
         if old_means is not None:
             kl = unfolded(gaussian_kl(step.mean, old_means.flatten(0, 1), step.std))
@@ -204,7 +200,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
             )
         std = unfolded(step.std.flatten(1)[:, 0])
         dt = piece.sigmas[piece.step_indices + 1] - piece.sigmas[piece.step_indices]
-        return StepEvaluation(
+        return Evaluation(
             log_probs=unfolded(log_prob(step, x_next, convention=convention)),
             gaussian=GaussianSteps(std, dt, kl, centered),
             means=unfolded(step.mean),
@@ -215,19 +211,22 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         size = self._steps_per_forward or micro.num_steps
         return (micro.steps(start, start + size) for start in range(0, micro.num_steps, size))
 
-    def steps(self, piece: DiffusionBatch, now: Any) -> Iterator[tuple[DiffusionBatch, Any]]:
+    def steps(
+        self, piece: DiffusionBatch, now: Evaluation
+    ) -> Iterator[tuple[DiffusionBatch, Evaluation]]:
         """Cuts an evaluated piece into its SDE steps, [b, 1] each."""
         return ((piece.step(t), cut(now, t)) for t in range(piece.num_steps))
 
-    def divergence(
-        self, now: StepEvaluation, reference: StepEvaluation, piece: DiffusionBatch
-    ) -> Tensor:
+    def divergence(self, now: Evaluation, reference: Evaluation, piece: DiffusionBatch) -> Tensor:
         """Computes the KL of the reverse steps with `core.transition.reference_kl`.
 
         It is [b, t], in nats per element, and differentiable in `now`.
 
         See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2.
         """
+        assert now.means is not None
+        assert now.gaussian is not None
+        assert reference.means is not None
         mean = now.means.flatten(0, 1)
         steps = piece.step_indices.flatten()
         kl = reference_kl(
@@ -353,15 +352,27 @@ def sample_trajectory(
     record = _Record(latents, window, keep_means=keep_means)
     # Read once to the host, so that the loop does not wait for the device at every step.
     stochastic = set(window.flatten().tolist())
+    tail_start = (spec.tail_start or 0) if spec.tail == "ab2" else len(schedule.timesteps)
+    sigmas = schedule.sigmas
+    kind = spec.sde_type
     x = latents
     v_before = None
     for index in range(len(schedule.timesteps)):
         steps = torch.full((len(window),), index, device=x.device)
         v = velocity(x, schedule.timesteps[steps])
-        x_next = _ode_step(x, v, v_before, schedule, steps, spec, window, index)
+
+        # The ODE: without noise the mean of the step is its next state.
+        x_next = step_transition(x, v, sigmas, steps, sde_type=kind, noise_level=0.0).mean
+        if v_before is not None and index >= tail_start:
+            # Noise in between would have moved the state to where the velocity is another one.
+            smooth_B = (window < index - 1).all(1)
+            curve = second_order(v, v_before, sigmas, index)
+            x_next = x_next + torch.where(_like(smooth_B, x), curve, 0.0)
+
+        # The SDE: windows may start at different steps, so only some samples take this one.
         if index in stochastic:
-            step = _transition(x, v, schedule.sigmas, steps, spec)
-            # Windows may start at different steps: only some samples take this step as an SDE.
+            level = spec.noise_level
+            step = step_transition(x, v, sigmas, steps, sde_type=kind, noise_level=level)
             inside_B = record.inside(index)
             x_next = torch.where(_like(inside_B, x), sample(step, noise(index)), x_next)
             log_prob_B = log_prob(step, x_next, convention=spec.log_prob_convention)
@@ -384,6 +395,7 @@ class _Record:
         num_samples, length = window.shape
         shape = latents.shape[1:]
         self._window = window
+        # By place in the window: at one step of the schedule, samples may be at different places.
         self.states = latents.new_zeros((num_samples, length + 1, *shape))
         self.log_probs = latents.new_zeros((num_samples, length))
         self.means = latents.new_zeros((num_samples, length, *shape)) if keep_means else None
@@ -413,27 +425,6 @@ class _Record:
             self.means[row, position] = mean[row]
 
 
-def _ode_step(
-    x: Tensor,
-    v: Tensor,
-    v_before: Tensor | None,
-    schedule: Schedule,
-    steps: Tensor,
-    spec: SamplerSpec,
-    window: Tensor,
-    index: int,
-) -> Tensor:
-    """Computes the next state without noise, of second order where `spec.tail` says so."""
-    # Without noise the mean of the step is the step of the ODE.
-    x_next = _transition(x, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
-    if v_before is None or spec.tail != "ab2" or index < (spec.tail_start or 0):
-        return x_next
-    # Noise in between would have moved the state to where the velocity is another one.
-    smooth_B = (window < index - 1).all(1)
-    curve = second_order(v, v_before, schedule.sigmas, index)
-    return x_next + torch.where(_like(smooth_B, x), curve, 0.0)
-
-
 def _like(values_B: Tensor, x: Tensor) -> Tensor:
     """Returns one value of each sample in the form of its state, [B, 1, ...]."""
     return values_B.reshape(-1, *[1] * (x.ndim - 1))
@@ -458,17 +449,3 @@ def second_order(v: Tensor, v_before: Tensor, sigmas: Tensor, index: int) -> Ten
     """
     dt_before, dt = sigmas[index - 1 : index + 2].diff()
     return dt * dt / (2 * dt_before) * (v - v_before)
-
-
-def _transition(
-    x: Tensor,
-    v: Tensor,
-    sigmas: Tensor,
-    steps: Tensor,
-    spec: SamplerSpec,
-    *,
-    noise_level: float | None = None,
-) -> Transition:
-    """Computes the Gaussian of a step as `spec` says, or with another noise level."""
-    level = spec.noise_level if noise_level is None else noise_level
-    return step_transition(x, v, sigmas, steps, sde_type=spec.sde_type, noise_level=level)

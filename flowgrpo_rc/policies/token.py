@@ -18,7 +18,7 @@ from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.kl import k3
 from flowgrpo_rc.core.tokens import positions, sample_tokens, token_log_probs, until_end
 from flowgrpo_rc.models.causal_lm import CausalLM, gradient_checkpointing
-from flowgrpo_rc.policies.base import Policy, nudge
+from flowgrpo_rc.policies.base import Evaluation, Policy, nudge
 
 # Bound on |log-ratio| before its exponential, so that a diverged policy gives large numbers and no
 # inf. The correction weights and the losses have the same bound.
@@ -40,21 +40,7 @@ class Responses(NamedTuple):
     log_probs: Tensor
 
 
-class TokenEvaluation(NamedTuple):
-    """A token policy on recorded responses.
-
-    Attributes:
-      log_probs: log-probability of each token, fp32, [B, T], in nats; 0 at padding.
-      gaussian: None, since a token is not drawn from a Gaussian.
-      means: None, for the same reason.
-    """
-
-    log_probs: Tensor
-    gaussian: None = None
-    means: None = None
-
-
-class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
+class TokenPolicy(Policy[TokenBatch]):
     """A causal language model as a policy over tokens.
 
     The policies of the trainer and of an engine share one `CausalLM` and have a network each.
@@ -123,14 +109,15 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         mask = until_end(ids, torch.tensor(self.model.eos_ids, device=ids.device))
         return Responses(ids, mask, sampler.log_probs().masked_fill(~mask, 0.0))
 
-    def evaluate(self, piece: TokenBatch) -> TokenEvaluation:
+    def evaluate(self, piece: TokenBatch) -> Evaluation:
         """Computes the log-probability of each recorded token in one forward.
 
         Args:
           piece: recorded responses, [B, T].
 
         Returns:
-          The log-probabilities, differentiable in the weights.
+          The log-probabilities, differentiable in the weights; 0 at padding. A token is not drawn
+          from a Gaussian.
         """
         ids = torch.cat([piece.prompt_ids, piece.response_ids], 1)
         mask = torch.cat([piece.prompt_mask, piece.response_mask], 1)
@@ -147,19 +134,17 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
                 use_cache=False,
             ).logits
         log_probs = token_log_probs(logits, piece.response_ids, piece.spec.temperature)
-        return TokenEvaluation(log_probs.masked_fill(~piece.response_mask, 0.0))
+        return Evaluation(log_probs.masked_fill(~piece.response_mask, 0.0))
 
     def pieces(self, micro: TokenBatch) -> Iterator[TokenBatch]:
         """Returns the whole micro-batch: one forward evaluates all tokens."""
         yield micro
 
-    def steps(self, piece: TokenBatch, now: Any) -> Iterator[tuple[TokenBatch, Any]]:
+    def steps(self, piece: TokenBatch, now: Evaluation) -> Iterator[tuple[TokenBatch, Evaluation]]:
         """Returns the whole piece: a loss sees all tokens."""
         yield piece, now
 
-    def divergence(
-        self, now: TokenEvaluation, reference: TokenEvaluation, piece: TokenBatch
-    ) -> Tensor:
+    def divergence(self, now: Evaluation, reference: Evaluation, piece: TokenBatch) -> Tensor:
         """Estimates KL(now | reference) at each token, as GRPO does.
 
             KL = r - 1 - log(r),   r = p_reference / p_now

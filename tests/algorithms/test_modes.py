@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate import Accelerator
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
-from support.modes import mode_of
+from support.modes import mode_of, update_of
 from support.runs import Train
 from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
@@ -24,21 +23,16 @@ from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
 from flowgrpo_rc.batch import Batch, DiffusionBatch, TokenSpec
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.reduce import identity
-from flowgrpo_rc.correction import auto_bands as auto_bands
+from flowgrpo_rc.correction import auto_bands
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.recompute import why_recompute
-from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.policies.base import Policy
-from flowgrpo_rc.policies.flow import StepEvaluation
+from flowgrpo_rc.policies.base import Evaluation, Policy
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.optim import OptimConfig
-from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
 
@@ -55,7 +49,7 @@ class Run(NamedTuple):
 
 
 def iterate(
-    policy: Policy[Any, Any],
+    policy: Policy[Any],
     batch: Batch,
     loss: Loss,
     correction: RolloutCorrectionConfig,
@@ -71,8 +65,6 @@ def iterate(
     The learning rate moves the policy far.
     """
     start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
-    config = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-2), **actor)
-    processes = Processes(Accelerator(cpu=True))
     bands = copy.deepcopy(bands)
     mode = mode_of(
         correction,
@@ -83,7 +75,7 @@ def iterate(
         keep_means=keep_means,
         terms=loss,
     )
-    update = PolicyUpdate(mode, config, processes, total_updates=10)
+    update = update_of(mode, lr=1e-2, **actor)
     gradients: list[Tensor] = []
     hooks = [
         p.register_hook(lambda gradient: gradients.append(gradient.clone()))
@@ -91,17 +83,9 @@ def iterate(
     ]
     bag = update.run(mode.begin(batch, 1), mini)
     mode.finish(bag)
-    scales = (
-        []
-        if bands is None
-        else [part for band in correction.rules().auto for part in bands.scale(band.name)]
-    )
-    found = Run(
-        gradients,
-        {name: p.clone() for name, p in update.lora_state().items()},
-        bag.compute(),
-        scales,
-    )
+    scales = [part for band in correction.rules().auto for part in bands.scale(band.name)]
+    lora = {name: p.clone() for name, p in update.lora_state().items()}
+    found = Run(gradients, lora, bag.compute(), scales)
     for hook in hooks:
         hook.remove()
     for name, parameter in lora_parameters(policy.network).items():
@@ -114,15 +98,13 @@ def assert_same(own: Run, recomputed: Run, *, rejects: bool) -> None:
 
     Metrics agree to rounding: their sums have another order.
     """
-    assert len(own.gradients) == len(recomputed.gradients) > 0
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(own.gradients, recomputed.gradients, strict=True)
-    )
-    assert all(torch.equal(own.lora[name], tensor) for name, tensor in recomputed.lora.items())
-    assert all(
-        torch.equal(one, other) for one, other in zip(own.scales, recomputed.scales, strict=True)
-    )
+    assert len(own.gradients) > 0
+    for mine, theirs in (
+        (own.gradients, recomputed.gradients),
+        (own.lora.values(), recomputed.lora.values()),
+        (own.scales, recomputed.scales),
+    ):
+        assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
     assert own.metrics == pytest.approx(recomputed.metrics, rel=1e-9, abs=1e-13)
     measured = {
         name.removeprefix("rollout_corr/"): value for name, value in recomputed.metrics.items()
@@ -155,6 +137,9 @@ IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = 
     "auto_epochs": (TOKEN_IS | AUTO, {}, "per_sample", {"ppo_epochs": 2}),
     "guard": (TOKEN_IS, {"loss_mode": "grpo_guard"}, "all", {"ppo_epochs": 2, "use_kl_loss": True}),
     "dppo_sum": (TOKEN_IS | {"log_prob_scale": "sum"}, {"loss_mode": "flow_dppo"}, "first", {}),
+    "centered": (TOKEN_IS | {"centered": True}, {}, "all", {"ppo_epochs": 2}),
+    "centered_guard": (TOKEN_IS | {"centered": True}, {"loss_mode": "grpo_guard"}, "first", {}),
+    "centered_dppo": (TOKEN_IS | {"centered": True}, {"loss_mode": "flow_dppo"}, "first", {}),
     "one_step": (ONE_STEP | {"exclude_rejected": False}, {}, "one", {"ppo_epochs": 2}),
 }
 
@@ -181,7 +166,7 @@ def test_own_forwards_are_the_recompute_bit_for_bit(
         rollout_correction=correction,
         diffusion_loss=DiffusionLossConfig(clip_ratio=1e-2, **loss_settings),
     )
-    keep_means = correction.rules().needs_means
+    keep_means = correction.rules().needs_means or bool(correction.centered)
     spec = make_spec("sde", 1.0, dtype="bf16")
     batch, _ = sample_images(
         policy.model, policy.network, spec, WINDOWS[window], keep_means=keep_means
@@ -200,12 +185,10 @@ def test_own_forwards_are_the_recompute_bit_for_bit(
     options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
     runs = []
     forwards = []
-    for own_forwards in (True, False):
+    for own in (True, False):
         policy.forwards = 0
         runs.append(
-            iterate(
-                policy, batch, loss, correction, own_forwards=own_forwards, mini=mini, **options
-            )
+            iterate(policy, batch, loss, correction, own_forwards=own, mini=mini, **options)
         )
         forwards.append(policy.forwards)
     assert_same(*runs, rejects=correction.rollout_rs is not None)
@@ -262,7 +245,7 @@ def test_own_forwards_of_text_are_the_recompute_bit_for_bit(case: str) -> None:
 class Noisy(Counting):
     """A policy of which no two forwards agree."""
 
-    def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
+    def evaluate(self, batch: DiffusionBatch) -> Evaluation:
         found = super().evaluate(batch)
         return found._replace(log_probs=found.log_probs + 1e-5 * self.forwards)
 
@@ -293,33 +276,24 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
 
 # --- Where it may be
 
+BOUNDED = TOKEN_IS | {"rollout_is_threshold": "0.9_1.1"}
+FOLLOWS = REJECTS | {"rollout_rs_threshold": "auto:4"}
+
 
 @pytest.mark.parametrize(
     ("settings", "sees_rows", "word"),
     [
         ({}, False, None),
-        (TOKEN_IS | {"rollout_is_mode": "clip", "rollout_is_threshold": "0.9_1.1"}, False, None),
+        (BOUNDED | {"rollout_is_mode": "clip"}, False, None),
         (REJECTS, False, None),
         (REJECTS | {"exclude_rejected": None}, True, "exclude_rejected=false"),
-        (
-            TOKEN_IS | {"rollout_is_mode": "mask", "rollout_is_threshold": "0.9_1.1"},
-            True,
-            "exclude_rejected=false",
-        ),
+        (BOUNDED | {"rollout_is_mode": "mask"}, True, "exclude_rejected=false"),
         ({"rollout_token_veto_threshold": 1e-4}, True, "exclude_rejected=false"),
         (TOKEN_IS | {"rollout_is_batch_normalize": True}, True, "rollout_is_batch_normalize"),
-        (REJECTS | {"rollout_rs_threshold": "auto:4"}, False, None),
-        (
-            REJECTS | {"rollout_rs_threshold": "auto:4", "exclude_rejected": None},
-            True,
-            "exclude_rejected=false",
-        ),
-        (
-            REJECTS | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"},
-            False,
-            "all steps",
-        ),
-        (REJECTS | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}, True, None),
+        (FOLLOWS, False, None),
+        (FOLLOWS | {"exclude_rejected": None}, True, "exclude_rejected=false"),
+        (FOLLOWS | {"rollout_rs": "seq_mean_k1"}, False, "all steps"),
+        (FOLLOWS | {"rollout_rs": "seq_mean_k1"}, True, None),
         ({"custom_correction": "support.builders:drop_odd"}, True, "custom_correction"),
         ({"rollout_is": "sequence"}, False, "all steps"),
         ({"rollout_is": "geometric"}, False, "all steps"),

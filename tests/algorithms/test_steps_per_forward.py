@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate import Accelerator
 from support.builders import loss_config
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
-from support.modes import mode_of
+from support.modes import mode_of, update_of
 from support.runs import Train
 from support.subjects import with_own_network
 from torch import Tensor
@@ -22,14 +21,11 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.lora import lora_parameters
-from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
-from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.optim import OptimConfig
-from flowgrpo_rc.training.update import PolicyUpdate
+from flowgrpo_rc.policies.base import Evaluation
+from flowgrpo_rc.policies.flow import FlowPolicy
 
 # Forwards of 4 steps in pieces of 1, of 3 and 1, and of all.
 SIZES = {1: 4, 3: 2, None: 1}
@@ -58,7 +54,7 @@ class Counted(FlowPolicy):
 
     count = 0
 
-    def evaluate(self, piece: DiffusionBatch) -> StepEvaluation:
+    def evaluate(self, piece: DiffusionBatch) -> Evaluation:
         self.count += torch.is_grad_enabled()
         return super().evaluate(piece)
 
@@ -85,13 +81,9 @@ def sampled(model: FlowModel, window: str = "per_sample") -> DiffusionBatch:
     spec = make_spec("sde", 4.5, dtype="bf16")
     batch, _ = sample_images(model, network, spec, WINDOWS[window], keep_means=True)
     advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
-    return batch.replace(
-        advantages=advantages,
-        **{
-            name: getattr(batch, name).to(network.dtype)
-            for name in ("all_latents", "sigmas", "rollout_log_probs", "prev_sample_mean")
-        },
-    )
+    names = ("all_latents", "sigmas", "rollout_log_probs", "prev_sample_mean")
+    precise = {name: getattr(batch, name).to(network.dtype) for name in names}
+    return batch.replace(advantages=advantages, **precise)
 
 
 def iterate(
@@ -107,24 +99,19 @@ def iterate(
     policy = Counted(model, model.transformer, steps_per_forward=size)
     start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
     correction = config.rollout_correction
-    auto = correction.rules().auto
+    bands = None
+    if auto := correction.rules().auto:
+        bands = warm(AutoBands(auto, 5, torch.device("cpu"), num_mini_batches=2), batch)
     mode = mode_of(
         correction,
         policy,
         micro_batch_size=2,
-        auto_bands=warm(AutoBands(auto, 5, torch.device("cpu"), num_mini_batches=2), batch)
-        if auto
-        else None,
+        auto_bands=bands,
         own_forwards=own_forwards,
         keep_means=config.diffusion_loss.needs_means,
         terms=DiffusionObjective(config).terms,
     )
-    update = PolicyUpdate(
-        mode,
-        ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-4), **actor),
-        Processes(Accelerator(cpu=True)),
-        total_updates=10,
-    )
+    update = update_of(mode, lr=1e-4, **actor)
     gradients: list[Tensor] = []
     update._optimizer.register_step_pre_hook(
         lambda *_: gradients.extend(copy.deepcopy([p.grad for p in update.parameters]))
@@ -173,17 +160,9 @@ def test_every_correction_is_the_same(fp64: FlowModel, case: str) -> None:
     batch = sampled(model, "all")
     correction = RolloutCorrectionConfig(**CASES[case])
     correction.validate()
-    found = {
-        size: iterate(
-            model,
-            batch,
-            size,
-            loss_config(correction, clip=1e-4),
-            {},
-            own_forwards=case == "decoupled own",
-        )
-        for size in SIZES
-    }
+    config = loss_config(correction, clip=1e-4)
+    own = case == "decoupled own"
+    found = {size: iterate(model, batch, size, config, {}, own_forwards=own) for size in SIZES}
     for size, forwards in SIZES.items():
         assert found[size].forwards == 2 * forwards
         assert_equal(found[size], found[1], tolerance=1e-12)
@@ -204,31 +183,27 @@ def test_every_loss_is_the_same(
     config = LossConfig(
         diffusion_loss=settings, rollout_correction=RolloutCorrectionConfig(**CASES[mode])
     )
+    own = mode == "decoupled own"
     one, together = (
-        iterate(model, batch, size, config, actor, own_forwards=mode == "decoupled own")
-        for size in (1, None)
+        iterate(model, batch, size, config, actor, own_forwards=own) for size in (1, None)
     )
     assert_equal(together, one, tolerance=1e-12)
 
 
 def test_fp32_and_checkpointed_gradients_are_close(model: FlowModel) -> None:
     batch = sampled(model, "all")
-    correction = RolloutCorrectionConfig(bypass_mode=True)
+    config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=1e-4)
     results = []
     for checkpointing in (False, True):
         if checkpointing:
             model.transformer.enable_gradient_checkpointing()
-        results += [
-            iterate(model, batch, size, loss_config(correction, clip=1e-4), {})
-            for size in (1, None)
-        ]
+        results += [iterate(model, batch, size, config, {}) for size in (1, None)]
     one, together, checkpointed, both = results
     assert_equal(checkpointed, one, tolerance=0)
     assert_equal(both, together, tolerance=0)
+    size = torch.cat([gradient.flatten() for gradient in one.gradients]).norm()
     for gradient, other in zip(together.gradients, one.gradients, strict=True):
-        assert (gradient - other).norm() <= 1e-3 * torch.cat(
-            [g.flatten() for g in one.gradients]
-        ).norm()
+        assert (gradient - other).norm() <= 1e-3 * size
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from accelerate import Accelerator
 from support.builders import loss_config
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
-from support.modes import iterate, mode_of
+from support.modes import iterate, mode_of, update_of
 from torch import Tensor
 
 from flowgrpo_rc import diffusion_loss
@@ -20,11 +17,9 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector
-from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.optim import OptimConfig
+from flowgrpo_rc.policies.base import join
 from flowgrpo_rc.training.update import PolicyUpdate
 
 # One sample is off at one step by 3e-4, so that its window is off by 1e-4 on average.
@@ -39,9 +34,7 @@ class Setting:
     the policy.
     """
 
-    def __init__(
-        self, model: FlowModel, window: str = "all", actor: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, model: FlowModel, window: str = "all") -> None:
         self.policy = Counting(model, trained_lora(model))
         spec = make_spec("sde", 1.0)
         batch, _ = sample_images(model, self.policy.network, spec, WINDOWS[window], keep_means=True)
@@ -51,21 +44,15 @@ class Setting:
         self.batch = batch.replace(
             rollout_log_probs=faulty, old_log_probs=faulty, advantages=advantages
         )
-        self.actor = ActorConfig(
-            ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-12), **(actor or {})
-        )
 
     def update(self, config: LossConfig, bands: AutoBands | None = None) -> PolicyUpdate:
-        micro = self.actor.ppo_micro_batch_size_per_gpu
         self.mode = mode_of(
             config.rollout_correction,
             self.policy,
-            micro_batch_size=micro,
             auto_bands=bands,
             terms=DiffusionObjective(config).terms,
         )
-        processes = Processes(Accelerator(cpu=True))
-        return PolicyUpdate(self.mode, self.actor, processes, total_updates=10)
+        return update_of(self.mode, lr=1e-12)
 
     def gradient(self, config: LossConfig, micro: int = 4) -> tuple[list[Tensor], dict[str, float]]:
         """Returns what the update accumulates before its division, with micro-batches of
@@ -81,8 +68,8 @@ class Setting:
 def by_autograd(setting: Setting, config: LossConfig, batch: DiffusionBatch) -> list[Tensor]:
     """Returns the gradient of one graph of all steps: the library's loss times its denominator."""
     steps = [setting.policy.evaluate(batch.step(t)) for t in range(batch.num_steps)]
-    log_probs = torch.cat([step.log_probs for step in steps], 1)
-    loss, _ = diffusion_loss(config, log_probs, batch)
+    now = join(steps, dim=1)
+    loss, _ = diffusion_loss(config, now.log_probs, batch, now.gaussian)
     parameters = setting.update(config).parameters
     return [
         g * batch.step_mask.sum()
@@ -100,6 +87,7 @@ CASES = {
         "rollout_is_threshold": "0.9999_1.00005",
     },
     "veto": {"rollout_token_veto_threshold": 0.9998},
+    "centered": MEAN_BAND | {"centered": True},
 }
 
 
@@ -154,24 +142,6 @@ def test_the_metrics_are_those_of_whole_trajectories(model: FlowModel) -> None:
     assert found["rollout_corr/chi2_seq"] != found["rollout_corr/chi2_token"]
 
 
-def test_without_sequences_both_levels_are_the_same_update(model: FlowModel) -> None:
-    """The update includes the reference KL."""
-    weights = {}
-    setting = Setting(model, actor={"use_kl_loss": True, "kl_loss_coef": 10.0})
-    for level in ("step", "window"):
-        correction = RolloutCorrectionConfig(
-            bypass_mode=True,
-            bypass_level=level,
-            rollout_rs="token_k1",
-            rollout_rs_threshold="0.9999_1.0001",
-        )
-        update = setting.update(loss_config(correction))
-        metrics = update.run(setting.batch, 4).compute()
-        weights[level] = (metrics["grad_norm"], metrics["kl_loss"], metrics["pg_loss"])
-        assert metrics["kl_loss"] > 0
-    assert weights["step"] == pytest.approx(weights["window"], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("window", "level", "forwards"),
     [("all", "step", 4), ("all", "window", 8), ("one", "window", 1)],
@@ -214,16 +184,3 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
         found = iterate(update, setting.mode, setting.batch, 4)
         rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / 16, "window": 4 / 16}
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"bypass_level": "windows", "bypass_mode": True}, ["bypass_level", "step, window"]),
-        ({"bypass_level": "window"}, ["bypass_level", "bypass_mode"]),
-    ],
-)
-def test_settings_that_are_refused(settings: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction") as error:
-        RolloutCorrectionConfig(**settings).validate()
-    assert all(word in str(error.value) for word in words)

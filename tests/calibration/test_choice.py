@@ -16,7 +16,7 @@ from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
-from flowgrpo_rc.policies.base import Measured
+from flowgrpo_rc.policies.base import Evaluation
 
 
 def mismatch(*scales: float) -> Mismatch:
@@ -52,7 +52,7 @@ def settings(
     differences = found.differences
     std = torch.full_like(differences, STD)
     kl = torch.full_like(differences, KL)
-    measured = Measured(differences, GaussianSteps(std, -std, kl, differences + kl), None)
+    measured = Evaluation(differences, GaussianSteps(std, -std, kl, differences + kl), None)
     return choose(config, bound_of(config, differences, measured), mode=mode, doubt=doubt)
 
 
@@ -173,7 +173,7 @@ def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
     differences = mismatch(1e-4).differences
     for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
         gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
-        bound = bound_of(config, differences, Measured(differences, gaussian, None))
+        bound = bound_of(config, differences, Evaluation(differences, gaussian, None))
         chosen = choose(config, bound, mode="auto", doubt=None)
         assert (chosen.bypass_mode, chosen.values[THRESHOLD]) == (
             bypass,

@@ -17,12 +17,14 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.base import Policy
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
 
 
 def mode_of(
     correction: RolloutCorrectionConfig,
-    policy: Policy[Any, Any],
+    policy: Policy[Any],
     *,
     micro_batch_size: int = 4,
     auto_bands: AutoBands | None = None,
@@ -49,6 +51,13 @@ def mode_of(
         micro_batch_size=micro_batch_size,
         auto_bands=auto_bands,
     )
+
+
+def update_of(mode: PolicyGradient, *, lr: float, **actor: Any) -> PolicyUpdate:
+    """Makes the update of a mode, with micro-batches of its size."""
+    size = mode.micro_batch_size
+    config = ActorConfig(ppo_micro_batch_size_per_gpu=size, optim=OptimConfig(lr=lr), **actor)
+    return PolicyUpdate(mode, config, mode.processes, total_updates=10)
 
 
 def iterate(

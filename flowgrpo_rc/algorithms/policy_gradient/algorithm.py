@@ -10,7 +10,7 @@ of a whole batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +27,7 @@ from flowgrpo_rc.losses.auto_clip import AutoClip
 from flowgrpo_rc.losses.base import LossTerms
 from flowgrpo_rc.monitoring.decisions import Decisions
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
-from flowgrpo_rc.policies.base import Evaluation, Measured, Policy, join
+from flowgrpo_rc.policies.base import Evaluation, Policy, join
 
 # (log-probs [b, t], samples, Gaussians of the steps or None) -> the terms of the loss.
 Loss = Callable[[Tensor, Any, GaussianSteps | None], LossTerms]
@@ -61,7 +61,7 @@ class Told(NamedTuple):
       decision: the steps that are kept, bool [b, t]; None if the loss decided that.
     """
 
-    now: Measured
+    now: Evaluation
     decision: Tensor | None
 
 
@@ -90,7 +90,7 @@ class PolicyGradient(Algorithm[Any]):
 
     prefix: ClassVar[str]
     old_is_rollout: ClassVar[bool]
-    policy: Policy[Any, Any]
+    policy: Policy[Any]
     terms: Loss
     processes: Processes
     monitor: MismatchMonitor
@@ -153,7 +153,8 @@ class PolicyGradient(Algorithm[Any]):
         """Differentiates the loss of what one forward evaluates, [b, t]."""
         now = self.policy.evaluate(piece)
         keep_means = self.keep_means and piece.old_log_probs is None
-        seen = [self._seen(*part, updates) for part in self._seen_at_once(piece, now)]
+        cuts = [(piece, now)] if self.whole_windows else self.policy.steps(piece, now)
+        seen = [self._seen(*cut, updates) for cut in cuts]
         total = torch.stack([one.terms.total for one in seen]).sum()
         share = torch.cat([one.terms.share for one in seen], 1)
         backward(Forward(piece, now, total, share))
@@ -162,11 +163,7 @@ class PolicyGradient(Algorithm[Any]):
             self.observe(one, updated=updates > 0)
         parts = torch.stack([one.terms.parts for one in seen]).sum(0)
         decision = join([one.piece.rejection_mask for one in seen], dim=1)
-        return parts, Told(Measured.of(now, keep_means=keep_means), decision)
-
-    def _seen_at_once(self, piece: Any, now: Any) -> Iterable[tuple[Any, Any]]:
-        """Cuts an evaluated piece into what one call of the loss sees, with what was found."""
-        return [(piece, now)] if self.whole_windows else self.policy.steps(piece, now)
+        return parts, Told(now.detached(keep_means=keep_means), decision)
 
     def _seen(self, piece: Any, now: Evaluation, updates: int) -> Seen:
         piece, gaussian = self.enter(piece, now, updates=updates)
@@ -213,7 +210,7 @@ class PolicyGradient(Algorithm[Any]):
             start = here.stop
         metrics.merge(terms.metrics)
         self.observe(Seen(micro, log_probs, gaussian, terms), updated=updates > 0)
-        return terms.parts, Told(Measured.of(measured), micro.rejection_mask)
+        return terms.parts, Told(measured.detached(), micro.rejection_mask)
 
     def finish(self, metrics: MetricBag) -> None:
         """Ends the iteration: adds the metrics of correction and mismatch, under full names."""

@@ -26,7 +26,7 @@ from flowgrpo_rc.correction.api import apply_bypass_mode
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
 from flowgrpo_rc.monitoring.health import BYPASS_PREFIX, DECOUPLED_PREFIX
-from flowgrpo_rc.policies.base import Evaluation, Measured
+from flowgrpo_rc.policies.base import Evaluation
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,9 +82,8 @@ class Bypass(PolicyGradient):
         """Returns a piece with the decision of the `auto` bands, if it has none yet."""
         if self.auto_bands is None or piece.rejection_mask is not None:
             return piece
-        step_kl = None if now.gaussian is None else now.gaussian.kl
         judged, metrics = self.auto_bands.judge(
-            piece, now.log_probs.detach(), step_kl, updates=updates
+            piece, now.log_probs.detach(), now.step_kl, updates=updates
         )
         self._metrics.merge(metrics)
         return judged
@@ -135,7 +134,7 @@ class Decoupled(PolicyGradient):
         gaussian = now.gaussian
         if piece.old_log_probs is not None:
             return piece, gaussian
-        found = Measured.of(now)
+        found = now.detached()
         step_kl = found.step_kl
         if self.auto_bands is not None:
             piece, _ = self._judge(piece, now.log_probs, step_kl, remember=False)
@@ -152,7 +151,7 @@ class Decoupled(PolicyGradient):
         """
         return self._with_old(mini, told.now) if mini.old_log_probs is None else mini
 
-    def _with_old(self, batch: Batch, old: Measured) -> Batch:
+    def _with_old(self, batch: Batch, old: Evaluation) -> Batch:
         """Returns a batch with its old policy and the correction that follows from it."""
         if self.auto_bands is not None:
             batch, judged = self._judge(batch, old.log_probs, old.step_kl, remember=True)
@@ -174,7 +173,7 @@ class Decoupled(PolicyGradient):
         )
         return batch
 
-    def _kept(self, old: Measured) -> Tensor | None:
+    def _kept(self, old: Evaluation) -> Tensor | None:
         """Returns the centered log-ratio of the old policy to the rollout if the loss takes it."""
         return old.centered if self.centered else None
 

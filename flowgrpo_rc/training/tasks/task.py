@@ -29,7 +29,7 @@ class Task(ABC):
     """
 
     model: TrainableModel
-    policy: Policy[Any, Any]
+    policy: Policy[Any]
 
     @abstractmethod
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
