@@ -132,6 +132,7 @@ class AutoBands:
           in units of its spread from its centre, and 0 until its step is warm.
         """
         assert batch.rollout_log_probs is not None
+        # Reasons are asked for after `finish`, so what was judged stays until the next iteration.
         if self._finished:
             self._judged = []
             self._finished = False
@@ -147,6 +148,7 @@ class AutoBands:
             scale = self._scales[band.name]
             centre = scale.centre[cells]
             spread = scale.spread[cells]
+            # nan for no observation, so that all processes gather equal shapes.
             if remember:
                 self._histories[band.name].add(cells, torch.where(units, value, torch.nan))
                 self._judged.append(_Judged(band, batch.seed, value, Scale(centre, spread)))
@@ -262,6 +264,7 @@ def robust(values: Tensor, band: Band) -> Scale:
         deviation = torch.nanquantile((values - median).abs(), 0.5)
     else:
         deviation = torch.nanquantile(values, 0.75) - median
+    # A tensor, not a bool: the host would wait for the device at every step.
     warm = torch.isfinite(values).sum() >= WARM_UP
     centre = torch.where(warm, median, 0.0)
     spread = torch.where(warm, (ROBUST * deviation).clamp(min=FLOOR), math.inf)

@@ -139,6 +139,7 @@ class Corrector:
             found = self._apply_rules(training_log_probs, rollout_log_probs, step_mask, allowed, kl)
         weights = found.weights
         if weights is not None and found.weight_sums is not None:
+            # A micro-batch in the loss is not the batch whose mean counts.
             if normalise:
                 factor = normalisation(*all_reduce(found.weight_sums))
                 found.metrics.max("rollout_is_batch_norm_factor", factor)
@@ -180,6 +181,7 @@ class Corrector:
                 weights[rows] = weight.of_steps(ratios.finite_mask)
             if rules.batch_normalize:
                 over = kept if rules.over_kept else None
+                # By row, so that the sum does not depend on where blocks begin.
                 terms[:, rows] = mean_weight_terms(ratios, weight, over)
         sums = terms.sum(1) if rules.batch_normalize and weighs else None
         return Correction(weights, keep_mask, metrics.bag(), sums)

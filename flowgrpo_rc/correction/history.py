@@ -54,6 +54,7 @@ class History:
           steps: the step of the schedule that each belongs to, int64, [b, t].
           values: the observations, float64, [b, t]; nan where there is none.
         """
+        # References: a tensor that is noted is not copied, and must not change any more.
         self._seen.append(Iteration(steps.flatten(), values.flatten()))
 
     def finish(self, gather: Gather) -> None:
@@ -63,6 +64,7 @@ class History:
           gather: joins the rows of all processes.
         """
         newest, enough = MEMORY
+        # Every process holds the rows of all, so their bands agree without a further exchange.
         steps = gather(torch.cat([one.steps for one in self._seen]))
         values = gather(torch.cat([one.values for one in self._seen]))
         self._past.append(Iteration(steps, values))

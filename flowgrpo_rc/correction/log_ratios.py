@@ -92,6 +92,7 @@ class LogRatios(NamedTuple):
 
     def row_highest(self, values: Tensor) -> Tensor:
         """Returns the maximum over the units of each row of `values`; -inf without any: [b]."""
+        # `amax` fails without a column, which an empty batch may have.
         if values.shape[1] == 0:
             return torch.full_like(self.num_finite_B, -torch.inf)
         return torch.where(self.unit_mask(values), values, -torch.inf).amax(1)

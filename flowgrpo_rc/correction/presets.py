@@ -225,6 +225,7 @@ class Presets:
 
     @classmethod
     def _make(cls, **settings: Any) -> Self:
+        # The documents know the plain log-ratio alone.
         return cls(**{"centered": False, **settings})
 
     @classmethod

@@ -74,6 +74,7 @@ def _fixed(ratios: LogRatios, rules: Rules) -> Iterator[Reason]:
     for band in rules.bands:
         value = _worst(ratios, band)
         if not band.lower <= value <= band.upper:
+            # Sorted, since k1 is -log(ratio): shown as ratios, its bounds change places.
             lower, upper = sorted((_shown(band, band.lower), _shown(band, band.upper)))
             yield Reason(band.name, _shown(band, value), lower if lower > 0 else None, upper)
     if rules.level is not None and rules.bounds.mode == "mask":

@@ -23,6 +23,7 @@ def why_recompute(correction: RolloutCorrectionConfig, *, sees_rows: bool) -> st
     criteria = (*rules.bands, *rules.auto)
     has_veto = rules.log_veto is not None
     masks = rules.level is not None and rules.bounds.mode == "mask"
+    # Steps that are not finite need no forward: the rollout shows them.
     rejects = bool(criteria) or has_veto or masks
     judges_rows = has_veto or not all(band.per_step for band in criteria)
     needs_rows = judges_rows or not rules.per_step

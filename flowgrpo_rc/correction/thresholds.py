@@ -229,6 +229,7 @@ def _band(name: str, spec: Any, lower_spec: Any) -> Band:
         raise ValueError(
             f"{THRESHOLD_KEY}={spec!r}{beside} for {name}: a band needs 0 <= lower < upper"
         )
+    # On -log(ratio) the bounds change signs and places; a lower bound of 0 leaves a side open.
     return Band(level, estimator, -math.log(upper), -math.log(lower) if lower else math.inf)
 
 

@@ -58,6 +58,7 @@ def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
     """
     if level == "token":
         raw = select_(safe_weight(ratios.ratio_minus_one), ratios.finite_mask)
+        # Safety bound first, then the mode: `mask` and `icepop` judge the bounded ratio.
         used = bound(raw, bounds)
         if bounds.mode == "clip":
             # The lower bound has raised the zeros of missing steps.

@@ -122,10 +122,12 @@ class AutoClip:
         found = self._loss.bound(log_ratio, steps, convention=batch.spec.log_prob_convention)
         assert found is not None
         self._is_kl = found.is_kl
+        # Only the loss knows the bound of its recipe, and says so here for the first time.
         if self._floor is None:
             self._floor = found.reference
         # As the loss will see it: |ratio - 1|, or the KL itself.
         sizes = found.values if found.is_kl else torch.expm1(found.values).abs()
+        # A median leaves nan out, while inf or 0 would move it.
         self._history.add(batch.step_indices, torch.where(sizes.isfinite(), sizes, torch.nan))
 
     def finish(self, gather: Gather) -> None:

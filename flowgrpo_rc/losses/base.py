@@ -182,6 +182,7 @@ def steps_of(
     if gaussian is None:
         return None
     kl = gaussian.kl if loss.needs_means else None
+    # Adding the KL takes a bias away that a centered log-ratio does not have.
     if kl is not None and loss.needs_density and centered:
         kl = torch.zeros_like(kl)
     return GaussianSteps(gaussian.std, gaussian.dt, kl)

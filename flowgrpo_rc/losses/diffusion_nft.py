@@ -65,6 +65,7 @@ class DiffusionNFT(ForwardLoss):
         error = velocities.target - velocities.old
         positive = _distance(error - self.beta * difference, velocities.sigma)
         negative = _distance(error + self.beta * difference, velocities.sigma)
+        # Over beta, so that the slope at v = v_old does not depend on it.
         values = (optimality * positive + (1 - optimality) * negative) / self.beta
         metrics = MetricBag()
         metrics.mean("positive_loss", positive)

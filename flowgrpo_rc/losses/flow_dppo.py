@@ -50,6 +50,7 @@ class FlowDPPO(DiffusionLoss):
         log_ratio = select(log_probs - old_log_probs, keep_mask)
         log_ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
         leads_away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+        # By the exact KL: the ratio of one sample holds the noise of that sample.
         is_far = gaussian.kl > self.kl_threshold
         masked = leads_away & is_far
         values = select(-advantages * torch.exp(log_ratio), keep_mask & ~masked)

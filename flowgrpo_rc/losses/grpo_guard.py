@@ -59,6 +59,7 @@ class GRPOGuard(DiffusionLoss):
         """Computes the loss of each step; see `DiffusionLoss`."""
         assert gaussian is not None
         assert gaussian.kl is not None
+        # Each is selected before the sum: at a rejected step either may be inf.
         difference = select(log_probs - old_log_probs, keep_mask)
         log_ratio = (difference + select(gaussian.kl, keep_mask)) * gaussian.std
         policy = ppo_clip(
@@ -69,6 +70,7 @@ class GRPOGuard(DiffusionLoss):
             clip_high=self.clip_ratio,
             dual_clip=dual_bound(self.clip_ratio, self.dual_clip),
         )
+        # The gradient of a step grows with its length: without this, long ones would dominate.
         return policy._replace(values=policy.values / -gaussian.dt)
 
     def bound(

@@ -178,6 +178,7 @@ class Policy(ABC, Generic[B]):
           The policy on every step, [B, T].
         """
         rows = []
+        # In the shapes of the update's forwards: products in another shape round otherwise.
         for start in range(0, len(batch), micro_batch_size):
             pieces = self.pieces(batch.rows(start, start + micro_batch_size))
             found = [self.evaluate(piece).detached(keep_means=keep_means) for piece in pieces]
@@ -212,6 +213,7 @@ def nudge(values: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
       The moved values in `dtype`. Equal shapes get equal signs, so the result repeats.
     """
+    # Its own generator: a draw of the global one would depend on what ran before.
     source = torch.Generator().manual_seed(0)
     signs = (2 * torch.randint(2, values.shape, generator=source) - 1).to(values.device)
     # In fp32, since the factor has one digit more than `dtype` holds.

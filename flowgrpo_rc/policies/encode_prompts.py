@@ -40,6 +40,7 @@ class KnownPrompts:
     def encode(self, prompts: Sequence[Prompt]) -> tuple[Conditioning, Conditioning | None]:
         """Returns what `encode_prompts` does, for N prompts."""
         columns = [_edits(prompts, negative=negative) for negative in (False, True)]
+        # By whole batches: a prompt that is encoded beside others may differ in its last bit.
         key = tuple(zip(*columns, strict=True))
         if key not in self._known:
             encoded = encode_prompts(self._model, prompts, self._spec)

@@ -114,6 +114,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         if self.step_index is None:
             self._init_step_index(timestep)
         steps = torch.full((sample.shape[0],), self.step_index, device=sample.device)
+        # In fp32 as in training: bf16 would round the noise away from its Gaussian.
         gaussian = step_transition(
             sample.float(),
             model_output.float(),

@@ -90,6 +90,7 @@ class TokenPolicy(Policy[TokenBatch]):
           The responses, of at most spec.response_length tokens.
         """
         sampler = _Sampler(uniforms.to(prompt_ids.device), spec.temperature)
+        # Greedy, with one token to choose from: so the draw is ours and can be repeated.
         settings = GenerationConfig(
             max_new_tokens=spec.response_length,
             do_sample=False,
@@ -212,6 +213,7 @@ class _Sampler(LogitsProcessor):
         if self._temperature == 0:
             self._log_probs.append(scores.new_zeros(len(scores)))
             return scores
+        # A row's t-th token gets its t-th number, whichever rows have ended before.
         uniforms = self._uniforms[:, len(self._log_probs)]
         chosen = sample_tokens(scores, uniforms, self._temperature).unsqueeze(1)
         log_probs = token_log_probs(scores.unsqueeze(1), chosen, self._temperature).squeeze(1)

@@ -76,6 +76,7 @@ class ForwardProcess(Algorithm[DiffusionBatch]):
 
     def _values(self, piece: DiffusionBatch, now: Matching, metrics: MetricBag) -> Tensor:
         """Computes the loss of each sample and noise level, [b, t]."""
+        # The same transformer with the old LoRA put in: a second one would double the memory.
         with torch.no_grad(), other_weights(self._current, self._old):
             old = self.policy.evaluate(piece)
         sigma = piece.sigmas[piece.step_indices]
@@ -99,6 +100,7 @@ class ForwardProcess(Algorithm[DiffusionBatch]):
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Returns what a checkpoint holds: the old policy, and how many updates there were."""
+        # A number travels as a tensor: a checkpoint holds nothing else.
         updates = torch.tensor(self._updates, dtype=torch.float64)
         return {_OLD: dict(self._old), _COUNTS: {"updates": updates}}
 

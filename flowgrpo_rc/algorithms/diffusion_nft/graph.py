@@ -80,6 +80,7 @@ class VelocityGraph:
 
         See "Flow Matching for Generative Modeling", https://arxiv.org/abs/2210.02747.
         """
+        # All entries are the same sample; `steps` cuts one more of them than there are levels.
         clean = piece.all_latents[:, 1:].flatten(0, 1)
         noise = normal(clean.shape[1:], _noise_seeds(piece), "forward").to(clean)
         sigma = piece.sigmas[piece.step_indices].flatten()

@@ -135,6 +135,7 @@ class PolicyGradient(Algorithm[Any]):
         self, mini: Any, backward: Backward, metrics: MetricBag, *, updates: int
     ) -> tuple[Any, Tensor]:
         """Computes the loss of a mini-batch; see `Algorithm.loss`."""
+        # Sums: the update divides once, when all processes have added theirs.
         parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
         rows = []
         for micro in mini.split(self.micro_batch_size):
@@ -152,11 +153,13 @@ class PolicyGradient(Algorithm[Any]):
     ) -> tuple[Tensor, Told]:
         """Differentiates the loss of what one forward evaluates, [b, t]."""
         now = self.policy.evaluate(piece)
+        # Means are as large as the latents: they are kept only until the old policy is known.
         keep_means = self.keep_means and piece.old_log_probs is None
         cuts = [(piece, now)] if self.whole_windows else self.policy.steps(piece, now)
         seen = [self._seen(*cut, updates) for cut in cuts]
         total = torch.stack([one.terms.total for one in seen]).sum()
         share = torch.cat([one.terms.share for one in seen], 1)
+        # One backward for all steps of the forward: they share its graph, which is gone then.
         backward(Forward(piece, now, total, share))
         for one in seen:
             metrics.merge(one.terms.metrics)
@@ -196,6 +199,7 @@ class PolicyGradient(Algorithm[Any]):
             leaf.requires_grad_()
         terms = self.terms(log_probs, micro, gaussian)
         terms.total.backward()
+        # A loss that does not read a leaf leaves it without a slope.
         slopes = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         start = 0
         for piece in self.policy.pieces(micro):

@@ -77,6 +77,7 @@ class DiffusionObjective(Objective):
         bound = batch.loss_bound
         policy = self._bounded(bound, current.dtype)(current, old, advantages, keep_mask, steps)
         if bound is not None:
+            # A bound is inf until its step is warm, and would make the mean inf.
             warm = bound.isfinite()
             policy.metrics.mean("auto_bound_mean", bound, keep_mask & warm)
             policy.metrics.mean("auto_bound_warm_fraction", warm.double(), keep_mask)
@@ -95,6 +96,7 @@ class DiffusionObjective(Objective):
                 "before, which a run of the trainer has: put the bounds of "
                 "`losses.auto_clip.AutoClip` into the batch's loss_bound, or give a number"
             )
+        # Built anew for each forward: a loss holds its bound, which differs from step to step.
         return self._section.step_loss(bound.to(dtype))
 
 

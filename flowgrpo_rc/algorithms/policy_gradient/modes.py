@@ -82,6 +82,7 @@ class Bypass(PolicyGradient):
         """Returns a piece with the decision of the `auto` bands, if it has none yet."""
         if self.auto_bands is None or piece.rejection_mask is not None:
             return piece
+        # Never twice: later epochs come after updates, which have moved the policy on purpose.
         judged, metrics = self.auto_bands.judge(
             piece, now.log_probs.detach(), now.step_kl, updates=updates
         )
@@ -113,10 +114,12 @@ class Decoupled(PolicyGradient):
         self.monitor.expect(batch, step)
         if not self.own_forwards:
             return self._recomputed(batch)
+        # Baselines come before the update's forwards, and must leave out what cannot be trained on.
         return batch.replace(rejection_mask=torch.isfinite(require_rollout_log_probs(batch)))
 
     def before_update(self, minis: Sequence[Batch]) -> list[Batch]:
         """Recomputes the old policy of all mini-batches but the first, where they have none."""
+        # All at once and now: the update of the first mini-batch moves the policy.
         minis = list(minis)
         if not minis or minis[0].old_log_probs is not None:
             return minis
@@ -137,10 +140,12 @@ class Decoupled(PolicyGradient):
         found = now.detached()
         step_kl = found.step_kl
         if self.auto_bands is not None:
+            # `leave` judges the same samples again, and remembers them then.
             piece, _ = self._judge(piece, now.log_probs, step_kl, remember=False)
         piece = piece.with_old(found.log_probs, centered=self._kept(found))
         piece, _ = self.corrector.batch(piece, step_kl=step_kl)
         if gaussian is not None:
+            # The KL that came is from the rollout; that of the old policy from itself is 0.
             gaussian = gaussian._replace(kl=torch.zeros_like(gaussian.std))
         return piece, gaussian
 

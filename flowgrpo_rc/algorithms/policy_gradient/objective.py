@@ -172,6 +172,7 @@ class Objective(ABC):
             policy = self.policy_loss(current, old, advantages, keep_mask, batch, gaussian)
         names = self._correction.metric_names
         if names != "verl" and self._corrector is None:
+            # slime's `ois` is the ratio to a recomputed policy, which bypass mode does not have.
             policy.metrics.rename({"ratio_mean": "ois"}, keep=names == "both")
         return policy
 
@@ -181,6 +182,7 @@ def _put_loss(
 ) -> None:
     """Puts pg_loss, the loss of the batch that all micro-batches and processes make together."""
     if weight_sums is None:
+        # A ratio, since other micro-batches and processes still add to both.
         metrics.ratio("pg_loss", total, number)
         return
     # The loss is only known when all processes have added up their weights.
