@@ -95,12 +95,6 @@ def test_a_window_as_long_as_its_range_has_one_place():
     assert torch.equal(windows, torch.arange(1, 6).expand(10, 5))
 
 
-def test_drawing_windows_leaves_the_global_generator_alone():
-    state = torch.get_rng_state()
-    draw_windows(range(3), 2, **SETTINGS)
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_a_process_without_prompts_has_no_windows():
     windows = draw_windows([], 4, **SETTINGS)
     assert windows.shape == (0, 2)

@@ -95,29 +95,17 @@ def test_rows_do_not_know_their_neighbours(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("row", range(5))
-def test_log_prob_is_the_mean_of_the_normal_log_density(kind, row):
-    x = drawn(2, 3, 4, seed=1)
-    v = drawn(2, 3, 4, seed=2)
-    noise = drawn(2, 3, 4, seed=3)
-    found = step(kind, 0.7, x, v, [row, row])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-13)])
+def test_log_prob_is_the_mean_of_the_normal_log_density(kind, dtype, tolerance):
+    x, v, noise = (drawn(5, 3, 4, seed=seed, dtype=dtype) for seed in (1, 2, 3))
+    found = step(kind, 0.7, x, v, [0, 1, 2, 3, 4])
     after = sample(found, noise)
-    density = torch.distributions.Normal(found.mean.double(), found.std.double()).log_prob(
-        after.double()
-    )
+    normal = torch.distributions.Normal(found.mean.double(), found.std.double())
+    density = normal.log_prob(after.double()).flatten(1).mean(1)
+    assert log_prob(found, after).shape == (5,)
     torch.testing.assert_close(
-        log_prob(found, after).double(), density.flatten(1).mean(1), rtol=2e-6, atol=2e-6
+        log_prob(found, after).double(), density, rtol=tolerance, atol=tolerance
     )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_prob_is_exact_in_float64_and_has_one_value_per_row(kind):
-    x, v, noise = (drawn(3, 7, seed=seed, dtype=torch.float64) for seed in (1, 2, 3))
-    found = step(kind, 0.7, x, v, [0, 2, 4])
-    after = sample(found, noise)
-    density = torch.distributions.Normal(found.mean, found.std).log_prob(after).mean(1)
-    assert log_prob(found, after).shape == (3,)
-    torch.testing.assert_close(log_prob(found, after), density, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,23 +119,13 @@ def test_a_sample_is_mean_plus_std_times_noise(kind):
     torch.testing.assert_close(sample(found, noise).double(), expect, rtol=5e-6, atol=5e-6)
 
 
-@pytest.mark.parametrize("kind", ["sde", "dance_sde"])
-def test_without_noise_the_step_is_eulers_bit_for_bit(kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_noise_the_step_is_eulers_bit_for_bit_and_that_of_cps_up_to_rounding(kind):
     x = drawn(5, 4, 8, 8, seed=1)
     v = drawn(5, 4, 8, 8, seed=2)
-    sigma = torch.tensor(SIGMAS[:-1])
-    following = torch.tensor(SIGMAS[1:])
+    euler = x + v * torch.tensor(SIGMAS).diff().reshape(-1, 1, 1, 1)
     found = step(kind, 0.0, x, v, [0, 1, 2, 3, 4])
-    assert torch.equal(found.mean, x + v * (following - sigma).reshape(-1, 1, 1, 1))
-    assert torch.count_nonzero(found.std) == 0
-
-
-def test_without_noise_cps_is_the_same_ode_step():
-    x = drawn(5, 4, 8, 8, seed=1)
-    v = drawn(5, 4, 8, 8, seed=2)
-    euler = x + v * (torch.tensor(SIGMAS[1:]) - torch.tensor(SIGMAS[:-1])).reshape(-1, 1, 1, 1)
-    found = step("cps", 0.0, x, v, [0, 1, 2, 3, 4])
-    assert (found.mean - euler).abs().max() < 1e-5
+    assert (found.mean - euler).abs().max() <= (1e-5 if kind == "cps" else 0)
     assert torch.count_nonzero(found.std) == 0
 
 
@@ -265,19 +243,6 @@ def test_reference_kl_follows_the_formula_and_is_differentiable(kind, row):
         slope, (found.mean.detach() - reference) / (12 * scale**2), rtol=1e-10, atol=1e-14
     )
     assert torch.autograd.grad(penalty.sum(), v)[0].abs().max() > 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reference_kl_of_equal_means_is_zero_with_zero_gradient(kind):
-    x = drawn(2, 3, seed=1)
-    v = drawn(2, 3, seed=2).requires_grad_()
-    found = step(kind, 0.7, x, v, [1, 2])
-    sigma = torch.tensor(SIGMAS)[[1, 2]]
-    following = torch.tensor(SIGMAS)[[2, 3]]
-    penalty = reference_kl(found, found.mean.detach(), sigma, following, kind=kind)
-    penalty.sum().backward()
-    assert torch.count_nonzero(penalty) == 0
-    assert torch.count_nonzero(v.grad) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from benchmark_correction import cost
 from support.builders import diffusion_batch, loss_config, on_shards
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
-from support.modes import iterate, mode_of
+from support.modes import iterate, mode_of, update_of
 from support.oracles import estimate
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
 from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient
 from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.correction import history
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
@@ -36,10 +35,7 @@ from flowgrpo_rc.correction.auto_bands import (
 )
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import parse_bands
-from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
 
 CPU = torch.device("cpu")
@@ -203,14 +199,8 @@ def test_what_is_not_finite_is_rejected_and_not_observed() -> None:
     assert judged.rejection_mask[1:].all()
     assert all(math.isfinite(value) for value in metrics.compute().values())
     bands.finish(identity)
-    assert bands.scale("token_k1").spread.isfinite().tolist() == [
-        True,
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
+    seen = bands.scale("token_k1").spread.isfinite().tolist()
+    assert seen == [True, False, True, True, False, False]
 
 
 def test_rounding_of_equal_precisions_is_not_rejected() -> None:
@@ -246,35 +236,31 @@ def test_a_band_follows_the_newest_iterations(monkeypatch: pytest.MonkeyPatch) -
 def test_processes_share_their_bands() -> None:
     """Three processes with a third of the samples each have the bands of one process with all."""
     iterations = [mismatch(seed, 66) for seed in range(4)]
-    given = mismatch(99, 66, planted=3.0)
 
-    def history(rows: slice, gather: Gather) -> AutoBands:
-        bands = auto_bands()
-        for batch, training, kl in iterations:
-            bands.judge(batch.rows(rows.start, rows.stop), training[rows], kl[rows])
-            bands.finish(gather)
-        return bands
-
-    def judged(bands: AutoBands, rows: slice) -> tuple[Tensor, MetricBag]:
+    def part(given: tuple[DiffusionBatch, Tensor, Tensor], rows: slice) -> Any:
         batch, training, kl = given
-        found, metrics = bands.judge(batch.rows(rows.start, rows.stop), training[rows], kl[rows])
-        return found.rejection_mask, metrics
+        return batch.rows(rows.start, rows.stop), training[rows], kl[rows]
 
     def work(
-        rank: int, reduce: Mapping[str, AllReduce]
+        rows: slice, gather: Gather, *reduce: AllReduce
     ) -> tuple[Tensor, dict[str, float], AutoBands]:
-        rows = slice(22 * rank, 22 * rank + 22)
-        bands = history(rows, reduce["gather"])
-        mask, metrics = judged(bands, rows)
-        return mask, metrics.compute(reduce["sum"], reduce["max"]), bands
+        bands = auto_bands()
+        for given in iterations:
+            bands.judge(*part(given, rows))
+            bands.finish(gather)
+        found, metrics = bands.judge(*part(mismatch(99, 66, planted=3.0), rows))
+        return found.rejection_mask, metrics.compute(*reduce), bands
 
-    alone = history(slice(0, 66), identity)
-    expect, bag = judged(alone, slice(0, 66))
-    found = on_shards(3, work)
+    def on_rank(rank: int, reduce: Mapping[str, AllReduce]) -> Any:
+        rows = slice(22 * rank, 22 * rank + 22)
+        return work(rows, reduce["gather"], reduce["sum"], reduce["max"])
+
+    expect, values, alone = work(slice(0, 66), identity)
+    found = on_shards(3, on_rank)
     assert torch.equal(torch.cat([mask for mask, _, _ in found]), expect)
     assert 0 < expect.sum() < expect.numel()
     for _, metrics, bands in found:
-        assert metrics == pytest.approx(bag.compute(), rel=1e-12, abs=1e-12)
+        assert metrics == pytest.approx(values, rel=1e-12, abs=1e-12)
         assert same_scales(bands, alone)
 
 
@@ -282,11 +268,9 @@ def test_a_checkpoint_holds_the_past_mismatch() -> None:
     bands = warmed(auto_bands(), 3)
     fresh = auto_bands()
     fresh.load(bands.tensors())
-    for one, two in zip(
-        warmed(bands, 8).tensors().items(), warmed(fresh, 8).tensors().items(), strict=True
-    ):
-        assert one[0] == two[0]
-        assert torch.equal(one[1], two[1])
+    one, two = (warmed(each, 8).tensors() for each in (bands, fresh))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
     assert same_scales(bands, fresh)
     auto_bands().load(auto_bands().tensors())  # before the first iteration
 
@@ -321,14 +305,8 @@ def bypass_update(
     policy = Counting(model, transformer)
     terms = DiffusionObjective(loss_config(correction)).terms
     mode = mode_of(correction, policy, micro_batch_size=2, auto_bands=bands, terms=terms)
-    update = PolicyUpdate(
-        mode,
-        ActorConfig(ppo_epochs=epochs, ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=lr)),
-        Processes(Accelerator(cpu=True)),
-        total_updates=10,
-    )
     batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
-    return update, mode, policy, batch
+    return update_of(mode, lr=lr, ppo_epochs=epochs), mode, policy, batch
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -398,32 +376,6 @@ def test_an_earlier_decision_is_narrowed_and_counted() -> None:
     assert metrics.compute()["rollout_rs_masked_fraction"] == pytest.approx(
         1 - kept.double().mean().item()
     )
-
-
-# --- Settings and runs
-
-
-@pytest.mark.parametrize(
-    ("name", "lower"), [("token_k1", -2.5), ("geometric", -2.5), ("seq_max_k2", -math.inf)]
-)
-def test_the_grammar_of_auto_bands(name: str, lower: float) -> None:
-    (band,) = parse_bands(name, " auto:2.5 ")
-    assert (band.lower, band.upper, band.auto) == (lower, 2.5, True)
-    fixed, auto = parse_bands("token_k1,step_kl", "0.5_2.0,auto:4")
-    assert (fixed.auto, auto.auto) == (False, True)
-
-
-@pytest.mark.parametrize(
-    "spec", ["auto", "auto:", "auto:0", "auto:-1", "auto:x", "auto:nan", "auto4", "auto:1_2"]
-)
-def test_wrong_specs_say_how_to_write_them(spec: str) -> None:
-    with pytest.raises(ValueError, match="auto:4"):
-        parse_bands("token_k1", spec)
-
-
-def test_a_lower_bound_beside_an_auto_band_is_refused() -> None:
-    with pytest.raises(ValueError, match="rollout_rs_threshold_lower"):
-        parse_bands("token_k1", "auto:4", 0.5)
 
 
 def test_an_auto_band_outside_a_run_is_refused() -> None:

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.builders import (
-    diffusion_batch,
-    expected,
-    log_probs,
-    loss_config,
-    mask_of,
-)
+from support.builders import diffusion_batch, expected, log_probs, loss_config, mask_of
 from support.oracles import Rule
 
 from flowgrpo_rc import (
@@ -23,7 +17,6 @@ from flowgrpo_rc import (
     diffusion_loss,
 )
 from flowgrpo_rc.config.compose import compose_all
-from flowgrpo_rc.config.translate_correction import rollout_correction
 from flowgrpo_rc.correction.correct import Corrector
 
 SECTION = "algorithm.rollout_correction"
@@ -51,13 +44,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_own_correction", raising=False)
     return "my_own_correction"
-
-
-def test_the_older_key_names_the_same_function(module: str) -> None:
-    older, _ = rollout_correction([{"custom_tis_function_path": f"{module}.halve"}])
-    newer, _ = rollout_correction([{"custom_correction": f"{module}:halve"}])
-    assert older == newer
-    assert older.custom_correction == f"{module}:halve"
 
 
 def test_the_loss_uses_the_weights_and_mask_of_the_function(module: str) -> None:
@@ -121,12 +107,11 @@ def test_a_custom_correction_takes_the_place_of_weights_and_mask(normalise, func
 
 def test_the_weights_of_a_custom_correction_are_normalised_where_the_settings_say_so():
     """This is decoupled mode; in bypass mode the loss divides by the mean."""
-    training, rollout = log_probs()
-    keys = {
-        "rollout_is": "token",
-        "rollout_is_batch_normalize": True,
-        "custom_correction": "support.builders:drop_odd",
-    }
-    found = Corrector(RolloutCorrectionConfig(**keys))(training, rollout, mask_of("right"))
+    config = RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_batch_normalize=True,
+        custom_correction="support.builders:drop_odd",
+    )
+    found = Corrector(config)(*log_probs(), mask_of("right"))
     assert torch.equal(found.weights, mask_of("right").double())
     assert found.metrics.compute()["rollout_is_batch_norm_factor"] == 3

@@ -23,23 +23,9 @@ from make_vectors import load_vectors
 CASES = {version: load_vectors(version) for version in ("0.9.1", "0.6.1")}
 EXCEPTIONS = load_vectors("0.9.1", "exceptions")
 DIVERGENCES = (
-    *(
-        "training_ppl",
-        "training_log_ppl",
-        "rollout_ppl",
-        "rollout_log_ppl",
-        "kl",
-        "k3_kl",
-        "log_ppl_diff",
-    ),
-    *(
-        "log_ppl_abs_diff",
-        "log_ppl_diff_max",
-        "log_ppl_diff_min",
-        "ppl_ratio",
-        "chi2_token",
-        "chi2_seq",
-    ),
+    *("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "kl", "k3_kl"),
+    *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"),
+    *("chi2_token", "chi2_seq"),
 )
 VETOES = ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction")
 # What they average over every row, those without a valid token included.
@@ -82,6 +68,13 @@ def inverted(spec: Any) -> Any:
     )
 
 
+def with_their_band(case: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings to change, so that an asymmetric band means what it means in verl."""
+    if not case["flags"].get("asymmetric", False):
+        return {}
+    return {"rollout_rs_threshold": inverted(case["settings"]["rollout_rs_threshold"])}
+
+
 def compare(found: Any, case: dict[str, Any], names: Any, *, rel: float = 1e-4) -> None:
     """Compares metrics with those of verl on float64 inputs.
 
@@ -93,20 +86,11 @@ def compare(found: Any, case: dict[str, Any], names: Any, *, rel: float = 1e-4) 
         assert mine == pytest.approx(theirs, rel=rel, abs=2e-6), name
 
 
-def over_rows(name: str) -> bool:
-    return any(part in name for part in OVER_ROWS)
-
-
 @pytest.mark.parametrize("version", CASES)
 def test_weights_and_masks_of_three_hundred_cases(version: str) -> None:
     assert len(CASES[version]) == 300
     for number, case in enumerate(CASES[version]):
-        asymmetric = case["flags"].get("asymmetric", False)
-        changes = (
-            {"rollout_rs_threshold": inverted(case["settings"]["rollout_rs_threshold"])}
-            if asymmetric
-            else {}
-        )
+        changes = with_their_band(case)
         found = ours(case, **changes)
         judged = (
             ours(bounded(case), **changes)
@@ -135,18 +119,13 @@ def test_weights_and_masks_of_three_hundred_cases(version: str) -> None:
 def test_every_metric_of_the_newer_wheel() -> None:
     compared = 0
     for case in CASES["0.9.1"]:
-        asymmetric = case["flags"].get("asymmetric", False)
-        changes = (
-            {"rollout_rs_threshold": inverted(case["settings"]["rollout_rs_threshold"])}
-            if asymmetric
-            else {}
-        )
+        changes = with_their_band(case)
         names = set(case["metrics_float64"])
         if case["metrics"].get("rollout_is_mean", 1) < 1e-3:
             # 1e-8 in verl's denominator makes it larger than 1 there.
             names -= {"rollout_is_eff_sample_size"}
         if case["flags"]["empty_rows"]:
-            names = {name for name in names if not over_rows(name)}
+            names = {name for name in names if not any(part in name for part in OVER_ROWS)}
         found = ours(case, **changes)
         if case["flags"]["beyond_bound"]:
             judged = {name for name in names if name.startswith("rollout_rs")}
@@ -199,18 +178,14 @@ def test_a_band_holds_training_over_rollout_and_verl_s_its_inverse(
     case: dict[str, Any],
 ) -> None:
     theirs = case["modified_mask"].long()
-    assert not torch.equal(ours(case).mask.long(), theirs)
-    assert torch.equal(
-        ours(case, rollout_rs_threshold=inverted(case["settings"]["rollout_rs_threshold"])).mask,
-        theirs,
-    )
-    lower, upper = (float(part) for part in case["settings"]["rollout_rs_threshold"].split("_"))
+    mask = ours(case).mask.bool()
+    threshold = case["settings"]["rollout_rs_threshold"]
+    assert not torch.equal(mask.long(), theirs)
+    assert torch.equal(ours(case, rollout_rs_threshold=inverted(threshold)).mask, theirs)
+    lower, upper = (float(part) for part in threshold.split("_"))
     if case["settings"]["rollout_rs"] == "token_k1":
         ratio = (case["old_log_prob"].double() - case["rollout_log_prob"].double()).exp()
-        assert torch.equal(
-            ours(case).mask.bool(),
-            case["response_mask"].bool() & (lower <= ratio) & (ratio <= upper),
-        )
+        assert torch.equal(mask, case["response_mask"].bool() & (lower <= ratio) & (ratio <= upper))
 
 
 @pytest.mark.parametrize(

@@ -74,17 +74,13 @@ EXPECTED = {
 }
 
 
-def preset(name, *args, **kwargs):
-    return getattr(Config, name)(*args, **kwargs)
-
-
 def test_the_presets_are_these():
     assert set(PRESETS) == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_preset_is_valid_and_has_the_documented_settings(name):
-    config = preset(name)
+    config = getattr(Config, name)()
     assert type(config) is Config
     config.validate()
     assert vars(config) == PLAIN | EXPECTED[name]
@@ -120,12 +116,6 @@ def test_a_preset_is_valid_and_has_the_documented_settings(name):
 def test_calls_of_the_documents(call, same):
     call.validate()
     assert vars(call) == PLAIN | same
-
-
-@pytest.mark.parametrize("name", ["geo_rs", "pg_rs", "seq_is_rs"])
-def test_a_lower_bound_beside_a_band_is_an_error_and_not_dropped(name):
-    with pytest.raises(ValueError, match="both give a lower bound"):
-        preset(name, rs_threshold_lower=0.9).validate()
 
 
 def test_the_usage_document_s_yaml_of_the_geometric_preset_is_the_preset():

@@ -175,21 +175,6 @@ def test_loss_and_gradient_are_always_finite(case, rule, mode, aggregation, norm
 
 @every(max_examples=40)
 @hypothesis.given(
-    cases(EXTREME | NOT_FINITE | ORDINARY), rules(), st.randoms(use_true_random=False)
-)
-def test_the_order_of_rows_changes_nothing(case, rule, source):
-    order = list(range(len(case.mask)))
-    source.shuffle(order)
-    found = run(*case, rule)
-    other = run(*(x[order] for x in case), rule)
-    assert torch.equal(other.mask, found.mask[order])
-    assert other.metrics.compute() == pytest.approx(found.metrics.compute(), rel=1e-9, abs=1e-6)
-    if found.weights is not None:
-        torch.testing.assert_close(other.weights, found.weights[order])
-
-
-@every(max_examples=40)
-@hypothesis.given(
     cases(EXTREME | NOT_FINITE | ORDINARY),
     rules(),
     st.integers(0, 3),
@@ -197,8 +182,10 @@ def test_the_order_of_rows_changes_nothing(case, rule, source):
     NOT_FINITE,
 )
 def test_padding_changes_nothing(case, rule, left, right, rubbish):
+    """Neither rubbish in both log-probs nor a difference between them is read."""
     pad = torch.nn.functional.pad
-    wide = [pad(x, (left, right), value=rubbish) for x in case[:2]]
+    values = (rubbish, 0.0 if left > right else rubbish)
+    wide = [pad(x, (left, right), value=v) for x, v in zip(case[:2], values, strict=True)]
     found = run(*case, rule)
     other = run(*wide, pad(case.mask, (left, right)), rule)
     inside = slice(left, left + case.mask.shape[1])
@@ -207,38 +194,6 @@ def test_padding_changes_nothing(case, rule, left, right, rubbish):
     if found.weights is not None:
         torch.testing.assert_close(other.weights[:, inside], found.weights)
         assert torch.count_nonzero(other.weights) == torch.count_nonzero(found.weights)
-
-
-@every(max_examples=40)
-@hypothesis.given(
-    cases(EXTREME | ORDINARY),
-    st.sampled_from(CRITERIA),
-    st.floats(0.0, 1.0),
-    st.floats(0.0, 1.0),
-    st.floats(1.01, 50),
-)
-def test_a_tighter_band_never_keeps_more(case, criterion, lower, tighter, upper):
-    wide = Rule(bands=((criterion, lower * 0.99, upper),))
-    narrow = Rule(bands=((criterion, max(lower, tighter) * 0.99, 1 + (upper - 1) / 2),))
-    assert not (run(*case, narrow).mask & ~run(*case, wide).mask).any()
-
-
-@every(max_examples=30)
-@hypothesis.given(cases(ORDINARY, st.just(torch.float64)), rules(), st.sampled_from(AGGREGATIONS))
-def test_scaled_advantages_scale_the_loss_of_reinforce(case, rule, aggregation):
-    """The correction reads no advantage, and the loss is linear in them."""
-    correction = RolloutCorrectionConfig(**settings(rule) | REINFORCE)
-    config = loss_config(correction, loss_agg_mode=aggregation)
-    advantages = torch.linspace(-1, 2, case.mask.numel(), dtype=torch.float64).reshape(
-        case.mask.shape
-    )
-    losses = []
-    for scale in (1.0, 4.0):
-        batch = apply_bypass_mode(
-            token_batch(case.rollout, case.mask, advantages=scale * advantages)
-        )
-        losses.append(token_loss(config, case.training, batch)[0].item())
-    assert losses[1] == pytest.approx(4 * losses[0], rel=1e-12, abs=1e-12)
 
 
 def test_the_clip_of_the_oracle_is_that_of_the_paper():

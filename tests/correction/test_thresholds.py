@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from omegaconf import OmegaConf
 from support.oracles import CRITERIA as DOCUMENTED
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
@@ -13,6 +14,8 @@ from flowgrpo_rc.correction.thresholds import CRITERIA, parse_bands, parse_weigh
 RS = "rollout_rs"
 THRESHOLD = "rollout_rs_threshold"
 LOWER = "rollout_rs_threshold_lower"
+K1 = [name for name in DOCUMENTED if name.endswith("k1")]
+UPPER = [*(name for name in DOCUMENTED if name not in K1), "step_kl"]
 
 
 def bounds(criteria, thresholds, lower=None, **options):
@@ -37,7 +40,7 @@ def test_the_criteria_are_the_documented_ones():
     assert len(CRITERIA) == 11
 
 
-@pytest.mark.parametrize("criterion", [name for name in DOCUMENTED if name.endswith("k1")])
+@pytest.mark.parametrize("criterion", K1)
 @pytest.mark.parametrize(
     ("spec", "lower", "upper"),
     [
@@ -56,10 +59,47 @@ def test_a_band_bounds_the_ratio(criterion, spec, lower, upper):
     assert bounds(criterion, spec) == [on_ratio(criterion, lower, upper)]
 
 
+@pytest.mark.parametrize("criterion", UPPER)
+@pytest.mark.parametrize("spec", [0.01, "0.01", " 1e-2 "])
+def test_other_criteria_take_one_upper_bound(criterion, spec):
+    assert bounds(criterion, spec) == [(criterion, -math.inf, 0.01)]
+
+
 @pytest.mark.parametrize(("spec", "lower"), [("0_2.0", None), (2.0, 0), (2.0, 0.0), ("2.0", "0")])
 def test_a_lower_bound_of_zero_leaves_the_lower_side_open(spec, lower):
     """No ratio is too small, so no k1 is too large."""
     assert bounds("token_k1", spec, lower) == [("token_k1", -math.log(2), math.inf)]
+
+
+def test_auto_bands_count_deviations():
+    for name, lower in (("token_k1", -2.5), ("geometric", -2.5), ("seq_max_k2", -math.inf)):
+        (band,) = parse_bands(name, " auto:2.5 ")
+        assert (band.lower, band.upper, band.auto) == (lower, 2.5, True)
+    fixed, auto = parse_bands("token_k1,step_kl", "0.5_2.0,auto:4")
+    assert (fixed.auto, auto.auto) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("criteria", "thresholds"),
+    [
+        ("seq_mean_k1,seq_max_k2", "0.5_2.0,0.01"),
+        (" seq_mean_k1 , seq_max_k2 ", " 0.5_2.0 , 0.01 "),
+        (["seq_mean_k1", "seq_max_k2"], ["0.5_2.0", 0.01]),
+        (("seq_mean_k1", "seq_max_k2"), ("0.5_2.0", "0.01")),
+        (OmegaConf.create(["seq_mean_k1", "seq_max_k2"]), OmegaConf.create(["0.5_2.0", 0.01])),
+    ],
+)
+def test_criteria_and_thresholds_are_lists_or_have_commas(criteria, thresholds):
+    expect = [("seq_mean_k1", -math.log(2), math.log(2)), ("seq_max_k2", -math.inf, 0.01)]
+    assert bounds(criteria, thresholds) == expect
+    for nothing in (None, "", " ", []):
+        assert parse_bands(nothing, None) == ()
+
+
+@pytest.mark.parametrize("thresholds", ["0.5_2.0", ["0.5_2.0"], 2.0, [2]])
+def test_one_threshold_for_all_criteria(thresholds):
+    found = bounds("token_k1,seq_sum_k1,seq_mean_k1", thresholds)
+    assert [entry[1:] for entry in found] == [(-math.log(2), math.log(2))] * 3
 
 
 @pytest.mark.parametrize(
@@ -98,21 +138,12 @@ def test_older_names_without_a_threshold_take_that_of_the_weights(older, name):
 
 
 def test_the_fallback_is_read_from_the_config():
-    config = RolloutCorrectionConfig(
-        rollout_is="token", rollout_is_threshold=3.0, rollout_rs="geometric"
-    )
-    assert config.rules().bands == parse_bands("seq_mean_k1", 3.0)
-    config = RolloutCorrectionConfig(rollout_rs="sequence")
-    assert config.rules().bands == parse_bands("seq_sum_k1", 2.0)
-    config = RolloutCorrectionConfig(
-        rollout_rs="token", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.25
-    )
-    assert config.rules().bands == parse_bands("token_k1", "0.25_2.0")
-
-
-def test_an_older_and_a_newer_name_of_one_criterion_name_it_twice():
-    with pytest.raises(ValueError, match="twice"):
-        parse_bands("token,token_k1", 2.0)
+    for settings, bands in (
+        ({"rollout_rs": "geometric", "rollout_is_threshold": 3.0}, parse_bands("seq_mean_k1", 3.0)),
+        ({"rollout_rs": "sequence"}, parse_bands("seq_sum_k1", 2.0)),
+        ({"rollout_rs": "token", THRESHOLD: 2.0, LOWER: 0.25}, parse_bands("token_k1", "0.25_2.0")),
+    ):
+        assert RolloutCorrectionConfig(**settings).rules().bands == bands
 
 
 @pytest.mark.parametrize(
@@ -161,99 +192,53 @@ def test_wrong_bounds_of_the_weights(threshold, mode, words):
     assert [word for word in words if word not in str(error.value)] == []
 
 
-@pytest.mark.parametrize("criterion", [name for name in DOCUMENTED if not name.endswith("k1")])
-@pytest.mark.parametrize("spec", [0.01, "0.01", " 1e-2 "])
-def test_k2_and_k3_take_one_upper_bound(criterion, spec):
-    assert bounds(criterion, spec) == [(criterion, -math.inf, 0.01)]
-
-
-@pytest.mark.parametrize(
-    ("criteria", "thresholds"),
-    [
-        ("seq_mean_k1,seq_max_k2", "0.5_2.0,0.01"),
-        (" seq_mean_k1 , seq_max_k2 ", " 0.5_2.0 , 0.01 "),
-        (["seq_mean_k1", "seq_max_k2"], ["0.5_2.0", 0.01]),
-        (("seq_mean_k1", "seq_max_k2"), ("0.5_2.0", "0.01")),
-    ],
-)
-def test_one_threshold_for_each_criterion(criteria, thresholds):
-    expect = [("seq_mean_k1", -math.log(2), math.log(2)), ("seq_max_k2", -math.inf, 0.01)]
-    assert bounds(criteria, thresholds) == expect
-
-
-@pytest.mark.parametrize("thresholds", ["0.5_2.0", ["0.5_2.0"], 2.0, [2]])
-def test_one_threshold_for_all_criteria(thresholds):
-    found = bounds("token_k1,seq_sum_k1,seq_mean_k1", thresholds)
-    assert [entry[1:] for entry in found] == [(-math.log(2), math.log(2))] * 3
-
-
-def test_lists_of_omegaconf_are_accepted():
-    omegaconf = pytest.importorskip("omegaconf")
-    listed = omegaconf.OmegaConf.create(
-        {"rs": ["token_k1", "token_k3"], "threshold": ["0.5_2.0", 0.1]}
-    )
-    assert bounds(listed.rs, listed.threshold) == bounds("token_k1,token_k3", "0.5_2.0,0.1")
-
-
-@pytest.mark.parametrize("nothing", [None, "", " ", []])
-def test_no_criterion_no_bands(nothing):
-    assert parse_bands(nothing, None) == ()
-
-
-@pytest.mark.parametrize(
-    ("criteria", "thresholds", "words"),
-    [
-        ("token_k1", "2.0_0.5", ["lower < upper", THRESHOLD]),
-        ("token_k1", "2.0_2.0", ["lower < upper"]),
-        ("token_k1", "-0.5_2.0", ["0 <= lower"]),
-        ("token_k1", "0.5_inf", ["lower < upper"]),
-        ("token_k1", "nan_2", ["number"]),
-        ("token_k1", 0.52, ["quote", "0.5_2.0", "0.52"]),
-        ("token_k1", "0.5", ["quote", "exceed 1"]),
-        ("token_k1", 1, ["exceed 1"]),
-        ("token_k1", "nan", ["number"]),
-        ("token_k1", math.inf, ["exceed 1"]),
-        ("token_k1", "0.5_1_2", ["lower_upper"]),
-        ("token_k1", "abc", ["abc", "number"]),
-        ("token_k1", "0.5_", ["number"]),
-        ("token_k1", "0.5-2.0", ["number"]),
-        ("token_k1", True, ["number"]),
-        ("token_k1", None, [RS, THRESHOLD, "0.5_2.0"]),
-        ("token_k1", [], [RS, THRESHOLD]),
-        ("token_k1", "0.5_2.0,0.5_2.0", ["2 entries", "1 criteria"]),
-        ("token_k1,token_k2,token_k3", "0.5_2.0,0.1", ["2 entries", "3 criteria"]),
-        ("token_k2", "0.5_2.0", ["token_k2", "one upper bound"]),
-        ("token_k2", 0, ["above 0"]),
-        ("token_k3", -1, ["above 0"]),
-        ("token_k3", "nan", ["number"]),
-        ("token_k3", math.inf, ["above 0"]),
-        ("token_k1,seq_max_k2", "0.5_2.0", ["seq_max_k2"]),
-        ("token_k1,token_k1", "0.5_2.0", ["twice"]),
-        (None, "0.5_2.0", [RS, THRESHOLD, "no effect"]),
-        ("", 2.0, [RS, THRESHOLD]),
-    ],
-)
-def test_wrong_specs_say_what_was_given_and_what_to_do(criteria, thresholds, words):
-    with pytest.raises(ValueError, match="rollout_rs") as error:
-        parse_bands(criteria, thresholds)
-    assert [word for word in words if word not in str(error.value)] == []
-
-
 @pytest.mark.parametrize(
     ("criteria", "upper", "lower", "words"),
     [
+        ("token_k1", "2.0_0.5", None, ["lower < upper", THRESHOLD]),
+        ("token_k1", "2.0_2.0", None, ["lower < upper"]),
+        ("token_k1", "-0.5_2.0", None, ["0 <= lower"]),
+        ("token_k1", "0.5_inf", None, ["lower < upper"]),
+        ("token_k1", "nan_2", None, ["number"]),
+        ("token_k1", 0.52, None, ["quote", "0.5_2.0", "0.52"]),
+        ("token_k1", "0.5", None, ["quote", "exceed 1"]),
+        ("token_k1", 1, None, ["exceed 1"]),
+        ("token_k1", "nan", None, ["number"]),
+        ("token_k1", math.inf, None, ["exceed 1"]),
+        ("token_k1", "0.5_1_2", None, ["lower_upper"]),
+        ("token_k1", "abc", None, ["abc", "number"]),
+        ("token_k1", "0.5_", None, ["number"]),
+        ("token_k1", "0.5-2.0", None, ["number"]),
+        ("token_k1", True, None, ["number"]),
+        ("token_k1", None, None, [RS, THRESHOLD, "0.5_2.0"]),
+        ("token_k1", [], None, [RS, THRESHOLD]),
+        ("token_k1", "0.5_2.0,0.5_2.0", None, ["2 entries", "1 criteria"]),
+        ("token_k1,token_k2,token_k3", "0.5_2.0,0.1", None, ["2 entries", "3 criteria"]),
+        *(("token_k1", f"auto{k}", None, ["auto:4"]) for k in ("", ":", ":0", ":-1", ":x")),
+        *(("token_k1", f"auto{k}", None, ["auto:4"]) for k in (":nan", "4", ":1_2")),
+        *((name, "0.5_2.0", None, [name, "one upper bound"]) for name in UPPER),
+        *((name, 0, None, [name, "above 0"]) for name in UPPER),
+        *((name, -1, None, [name, "above 0"]) for name in UPPER),
+        *((name, "nan", None, ["number"]) for name in UPPER),
+        *((name, math.inf, None, [name, "above 0"]) for name in UPPER),
+        ("token_k1,seq_max_k2", "0.5_2.0", None, ["seq_max_k2"]),
+        ("token_k1,token_k1", "0.5_2.0", None, ["twice"]),
+        ("token,token_k1", 2.0, None, ["twice"]),
+        (None, "0.5_2.0", None, [RS, THRESHOLD, "no effect"]),
+        ("", 2.0, None, [RS, THRESHOLD]),
         ("token_k1", "0.5_2.0", 0.4, [THRESHOLD, LOWER, "both"]),
         ("token_k1", 2.0, 3.0, [THRESHOLD, LOWER, "lower < upper"]),
         ("token_k1", 2.0, -0.1, [THRESHOLD, LOWER, "0 <= lower"]),
         ("token_k1", 2.0, "0.4_0.6", [LOWER, "one number"]),
         ("token_k1", 2.0, "abc", [LOWER, "abc"]),
         ("token_k1", 2.0, [0.4, 0.5], [LOWER, "2 entries", "1 criteria"]),
+        ("token_k1", "auto:4", 0.5, [LOWER, "no effect"]),
         ("token_k2", 2.0, 0.5, [LOWER, "no effect", "token_k2"]),
         ("token_k1,token_k3", "2.0,0.1", 0.5, [LOWER, "no effect", "token_k3"]),
         (None, None, 0.5, [LOWER, RS, "no effect"]),
     ],
 )
-def test_wrong_lower_bounds(criteria, upper, lower, words):
+def test_wrong_specs_say_what_was_given_and_what_to_do(criteria, upper, lower, words):
     with pytest.raises(ValueError, match="rollout_rs") as error:
         parse_bands(criteria, upper, lower)
     assert [word for word in words if word not in str(error.value)] == []

@@ -146,6 +146,8 @@ def test_a_loss_of_text_has_options_too() -> None:
         ([f"{LOSS}.loss_mode={HERE}:plain"], [f"{LOSS}.loss_mode", "my_module.MyLoss"]),
         ([f"{LOSS}=null"], [LOSS]),
         ([f"{LOSS}.clip_ratio=many"], [f"{LOSS}.clip_ratio", "many"]),
+        *(([f"{LOSS}.clip_ratio={x}"], [f"{LOSS}.clip_ratio={x}"]) for x in ("0.0", "1.0", "nan")),
+        *(([f"{LOSS}.adv_clip_max={x}"], [f"{LOSS}.adv_clip_max={x}"]) for x in ("0.0", "nan")),
         ([f"{TOKENS}.clip_ratio_lo=0.1"], ["did you mean 'clip_ratio_low'"]),
         ([f"{TOKENS}.loss_mode={HERE}.Lower", f"{TOKENS}.clip_ratio_c=4"], ["clip_ratio_c=4"]),
     ],
@@ -225,5 +227,7 @@ def test_options_are_stored_and_compared(tmp_path: Path) -> None:
         )
 
 
-def test_the_package_s_losses_are_plain_classes() -> None:
+def test_the_default_is_the_published_recipe_as_a_plain_class() -> None:
+    DiffusionLossConfig().validate()
     assert DiffusionLossConfig().loss() == FlowGRPO(clip_ratio=1e-4)
+    assert DiffusionLossConfig().adv_clip_max == 5.0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowgrpo_rc import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss, TokenLoss
+from flowgrpo_rc.losses.base import DiffusionLoss, ImageLoss, PolicyLoss, TokenLoss
 from flowgrpo_rc.losses.find import package_losses
 
 DIFFUSION = sorted(package_losses(DiffusionLoss))
@@ -48,15 +48,14 @@ def test_the_losses_that_are_there() -> None:
     assert {"gspo", "ppo_clip"} <= set(TOKEN)
 
 
-@pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_its_options_are_documented(kind: str, name: str) -> None:
+@pytest.mark.parametrize("base", [ImageLoss, TokenLoss])
+def test_its_options_are_documented(base: type) -> None:
     """A shared option is a key of docs/configuration.md; one of its own stands with the losses."""
     page = (Path(__file__).parents[2] / "docs" / "rollout_correction.md").read_text()
     losses = page.split("## Losses")[1].split("\n## ")[0]
-    base = {"diffusion": DiffusionLoss, "token": TokenLoss}[kind]
-    assert f"`{name}`" in losses
-    for option in signature(package_losses(base)[name]).parameters:
-        assert f"`{option}`" in losses
+    for name, loss in package_losses(base).items():
+        for word in (name, *signature(loss).parameters):
+            assert f"`{word}`" in losses
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
@@ -112,22 +111,9 @@ def test_its_bound_is_one_of_its_options(name: str) -> None:
     assert own_ratio == (bound.what == "the mismatch") == torch.equal(bound.values, mismatch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "band"),
-    [
-        ("diffusion", "flow_grpo", 3e-4),
-        ("diffusion", "grpo_guard", None),
-        ("diffusion", "flow_dppo", None),
-        ("token", "ppo_clip", 0.1),
-        ("token", "gspo", None),
-    ],
-)
-def test_only_a_band_on_the_ratio_of_a_step_is_one(
-    kind: str, name: str, band: float | None
-) -> None:
-    section = (
-        DiffusionLossConfig(loss_mode=name, clip_ratio=3e-4)
-        if kind == "diffusion"
-        else TokenLossConfig(loss_mode=name, clip_ratio_low=0.1, clip_ratio_high=0.3)
-    )
-    assert section.loss().clip_band == band
+def test_only_a_band_on_the_ratio_of_a_step_is_one() -> None:
+    for name, band in (("flow_grpo", 3e-4), ("grpo_guard", None), ("flow_dppo", None)):
+        assert DiffusionLossConfig(loss_mode=name, clip_ratio=3e-4).loss().clip_band == band
+    widths = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+    for name, band in (("ppo_clip", 0.1), ("gspo", None)):
+        assert TokenLossConfig(loss_mode=name, **widths).loss().clip_band == band

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,19 +11,18 @@ from support import oracles
 from support.builders import (
     assert_same,
     diffusion_batch,
-    expected,
     gradient_of,
     loss_config,
     on_shards,
     pieces,
     reference_loss,
     settings,
+    summed,
 )
-from support.oracles import CRITERIA, LEVELS, Clip, Rule, ppo
+from support.oracles import LEVELS, Clip, Rule, ppo
 from torch import Tensor
 
 from flowgrpo_rc import (
-    DiffusionLossConfig,
     LossConfig,
     RolloutCorrectionConfig,
     apply_bypass_mode_to_diffusion_batch,
@@ -32,7 +32,6 @@ from flowgrpo_rc import (
 from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.losses.base import denominator
 
 ADV_CLIP = 1.5
 CLIP = Clip(0.1, 0.1)
@@ -62,6 +61,17 @@ def bypass(rollout: Tensor, advantages: Tensor) -> DiffusionBatch:
     return apply_bypass_mode_to_diffusion_batch(diffusion_batch(rollout, advantages=advantages))
 
 
+def filled(config: LossConfig, rows: slice = slice(None), **options) -> DiffusionBatch:
+    """Makes a batch that is ready for the loss."""
+    rollout, old, _, advantages = (x[rows] for x in drawn())
+    if config.rollout_correction.bypass_mode:
+        return bypass(rollout, advantages)
+    full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
+    return apply_rollout_correction_to_diffusion_batch(full, config.rollout_correction, **options)[
+        0
+    ]
+
+
 def value_and_gradient(
     config: LossConfig, log_probs: Tensor, batch: DiffusionBatch
 ) -> tuple[float, Tensor, MetricBag]:
@@ -89,76 +99,38 @@ def reference(
     return gradient_of(total, now)
 
 
-BOUNDS = {
-    "token_k2": 0.05,
-    "token_k3": 0.05,
-    "seq_sum_k2": 0.18,
-    "seq_sum_k3": 0.18,
-    "seq_mean_k2": 0.06,
+MODES = {"decoupled": {}, "bypass": {"bypass_mode": True}, "reinforce": REINFORCE}
+BANDS = {
+    "nothing": (),
+    "token_k1": (("token_k1", 0.75, 1.4),),
+    "seq_mean_k1": (("seq_mean_k1", 0.75, 1.4),),
+    "seq_max_k2": (("seq_max_k2", 0.0, 0.12),),
 }
-BOUNDS |= {"seq_mean_k3": 0.06, "seq_max_k2": 0.12, "seq_max_k3": 0.12}
 
 
-def bands_of(criterion: str | None) -> tuple[tuple[str, float, float], ...]:
-    if criterion is None:
-        return ()
-    return (
-        ((criterion, 0.0, BOUNDS[criterion]),) if criterion in BOUNDS else ((criterion, 0.75, 1.4),)
-    )
+# --- Against the formula
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("criterion", BANDS)
+@pytest.mark.parametrize("normalize", [None, "kept"])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_value_and_gradient(mode, level, criterion, normalize, normalised):
+    """In bypass mode with PPO's clip weights are metrics: current / rollout is the weight."""
+    if normalised and (level is None or mode == "bypass"):
+        pytest.skip("no weights to normalise")
+    rollout, old, now, advantages = drawn()
+    rule = Rule(level, upper=1.2, bands=BANDS[criterion], normalise=normalised)
+    written = settings(rule) | MODES[mode] | {"normalize": normalize}
+    config = loss_config(RolloutCorrectionConfig(**written), adv_clip=ADV_CLIP)
+    held = advantages.clamp(-ADV_CLIP, ADV_CLIP)
+    found = value_and_gradient(config, now, filled(config))
+    assert_same(found[:2], reference(config, rule, now, rollout, old, held))
+    assert found[2].compute()["pg_loss"] == pytest.approx(found[0], abs=1e-13)
 
 
 # --- PPO clip
-
-
-@pytest.mark.parametrize("clip", [1e-4, 0.05, 0.5])
-@pytest.mark.parametrize("level", [None, *LEVELS])
-def test_bypass_is_plain_ppo_on_the_rollout_log_probs(clip, level):
-    """Weights are diagnostics here, since the ratio current / rollout is the weight already."""
-    rollout, _, now, advantages = drawn()
-    config = loss_config(
-        RolloutCorrectionConfig(bypass_mode=True, rollout_is=level), clip=clip, adv_clip=ADV_CLIP
-    )
-    held = advantages.clamp(-ADV_CLIP, ADV_CLIP)
-    expect = gradient_of(lambda x: ppo(x, rollout, held, Clip(clip, clip)).mean(), now)
-    assert_same(value_and_gradient(config, now, bypass(rollout, advantages))[:2], expect)
-
-
-@pytest.mark.parametrize("criterion", CRITERIA)
-@pytest.mark.parametrize("num_steps", [1, 3])
-def test_bypass_with_rejection_leaves_out_what_the_criterion_rejects(criterion, num_steps):
-    rollout, _, now, advantages = drawn(shape=(8, num_steps))
-    rule = Rule("sequence", bands=bands_of(criterion))
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True, **settings(rule)))
-    kept = torch.tensor(expected(now, rollout, everything(now), rule).kept)
-    assert 0 < kept.sum() < kept.numel()
-    expect = gradient_of(
-        lambda x: (ppo(x, rollout, advantages, CLIP)[kept]).sum() / kept.numel(), now
-    )
-    found = value_and_gradient(config, now, bypass(rollout, advantages))
-    assert_same(found[:2], expect)
-    assert torch.count_nonzero(found[1][~kept]) == 0
-    values = found[2].compute()
-    assert values["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
-        (~kept).double().mean().item()
-    )
-
-
-@pytest.mark.parametrize("level", [None, *LEVELS])
-@pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize("criterion", [None, "token_k1", "seq_mean_k1", "seq_max_k2"])
-@pytest.mark.parametrize("normalize", [None, "kept"])
-def test_decoupled_multiplies_by_the_weights_of_the_kept_steps(
-    level, normalised, criterion, normalize
-):
-    rollout, old, now, advantages = drawn()
-    rule = Rule(
-        level, upper=1.2, bands=bands_of(criterion), normalise=normalised and level is not None
-    )
-    config = loss_config(RolloutCorrectionConfig(**settings(rule) | {"normalize": normalize}))
-    full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
-    batch, _ = apply_rollout_correction_to_diffusion_batch(full, config.rollout_correction)
-    expect = reference(config, rule, now, rollout, old, advantages)
-    assert_same(value_and_gradient(config, now, batch)[:2], expect)
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
@@ -202,6 +174,7 @@ def test_on_policy_the_gradient_is_that_of_the_policy_gradient():
 
 
 def test_clip_fractions_and_ratio_moments():
+    """The moments keep their digits where ratios are 1 + 1e-7."""
     move = torch.tensor(
         [[0.2, 0.05, -0.3], [0.0, -0.2, -0.05], [0.3, math.nan, -0.4]], dtype=torch.float64
     )
@@ -214,37 +187,10 @@ def test_clip_fractions_and_ratio_moments():
     assert values["clip_fraction"] == 5 / 8
     assert values["ratio_mean"] == pytest.approx(oracles.mean(ratios), abs=1e-14)
     assert values["ratio_std"] == pytest.approx(oracles.std(ratios), abs=1e-13)
-
-
-def test_ratio_moments_keep_their_digits_at_the_scale_of_diffusion():
     rollout, _, now, advantages = drawn(scale=1e-7)
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=1e-5)
     values = value_and_gradient(config, now, bypass(rollout, advantages))[2].compute()
     moves = [math.expm1(x) for x in (now - rollout).flatten().tolist()]
     assert values["ratio_std"] == pytest.approx(oracles.std(moves), rel=1e-8)
-
-
-# --- REINFORCE
-
-
-@pytest.mark.parametrize("level", [None, *LEVELS])
-@pytest.mark.parametrize("criterion", [None, "token_k1", "seq_sum_k1", "seq_mean_k3"])
-@pytest.mark.parametrize("normalised", [False, True])
-def test_reinforce_is_minus_advantage_weight_log_prob_with_the_weight_detached(
-    level, criterion, normalised
-):
-    rollout, old, now, advantages = drawn()
-    rule = Rule(
-        level, upper=1.2, bands=bands_of(criterion), normalise=normalised and level is not None
-    )
-    config = loss_config(RolloutCorrectionConfig(**settings(rule), **REINFORCE), adv_clip=ADV_CLIP)
-    held = advantages.clamp(-ADV_CLIP, ADV_CLIP)
-    found = value_and_gradient(config, now, bypass(rollout, advantages))
-    assert_same(found[:2], reference(config, rule, now, rollout, old, held))
-    correct = expected(now, rollout, everything(now), rule)
-    weights = torch.tensor(correct.weights or torch.ones_like(now).tolist(), dtype=torch.float64)
-    closed = torch.where(torch.tensor(correct.kept), -held * weights / 24, 0.0)
-    torch.testing.assert_close(found[1], closed, rtol=1e-12, atol=0)
 
 
 # --- Selection
@@ -254,9 +200,7 @@ LOSSES = [
     RolloutCorrectionConfig(
         bypass_mode=True, rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=3.0
     ),
-    RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce"),
-    RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token"),
-    RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="sequence"),
+    *(RolloutCorrectionConfig(**REINFORCE, rollout_is=level) for level in (None, *LEVELS[:2])),
     RolloutCorrectionConfig(bypass_mode=True, normalize="kept", rollout_token_veto_threshold=1e-9),
 ]
 
@@ -292,23 +236,6 @@ def test_a_row_that_is_not_finite_leaves_everything_else_as_it_was(
     assert all(math.isfinite(value) for value in found[2].compute().values())
 
 
-@pytest.mark.parametrize("level", [None, *LEVELS])
-def test_decoupled_selects_rows_out_too(level):
-    rollout, old, now, advantages = drawn(shape=(6, 1))
-    rollout[1] = -math.inf
-    old[3] = math.nan
-    now[3] = math.inf
-    correction = RolloutCorrectionConfig(rollout_is=level)
-    full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
-    batch, bag = apply_rollout_correction_to_diffusion_batch(full, correction)
-    value, gradient, metrics = value_and_gradient(loss_config(correction), now, batch)
-    assert math.isfinite(value)
-    assert gradient[[1, 3]].tolist() == [[0.0], [0.0]]
-    assert (gradient[[0, 2, 4, 5]] != 0).any()
-    assert torch.isfinite(gradient).all()
-    assert all(math.isfinite(x) for x in [*bag.compute().values(), *metrics.compute().values()])
-
-
 @pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
 @pytest.mark.parametrize("move", [100.0, 800.0, 5000.0, -100.0, -5000.0])
 @pytest.mark.parametrize("correction", LOSSES[:1] + LOSSES[2:])
@@ -325,6 +252,23 @@ def test_a_huge_but_finite_log_ratio_poisons_nothing(advantage, move, correction
     assert math.isfinite(value)
     assert torch.isfinite(gradient).all()
     assert not [name for name, x in metrics.compute().items() if math.isnan(x)]
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_decoupled_selects_rows_out_too(level):
+    rollout, old, now, advantages = drawn(shape=(6, 1))
+    rollout[1] = -math.inf
+    old[3] = math.nan
+    now[3] = math.inf
+    correction = RolloutCorrectionConfig(rollout_is=level)
+    full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
+    batch, bag = apply_rollout_correction_to_diffusion_batch(full, correction)
+    value, gradient, metrics = value_and_gradient(loss_config(correction), now, batch)
+    assert math.isfinite(value)
+    assert gradient[[1, 3]].flatten().tolist() == [0, 0]
+    assert gradient.isfinite().all()
+    assert gradient.any()
+    assert all(math.isfinite(x) for x in [*bag.compute().values(), *metrics.compute().values()])
 
 
 def test_everything_rejected_is_a_loss_of_zero():
@@ -358,23 +302,6 @@ def test_a_mask_on_the_batch_also_holds_in_bypass():
 # --- Denominator, pieces, errors
 
 
-@pytest.mark.parametrize(("normalize", "all_count"), [(None, True), ("all", True), ("kept", False)])
-def test_rejected_steps_stay_in_the_denominator_unless_only_kept_ones_count(normalize, all_count):
-    rollout, _, now, advantages = drawn()
-    rule = Rule(bands=bands_of("token_k1"))
-    correction = RolloutCorrectionConfig(
-        bypass_mode=True, **settings(rule) | {"normalize": normalize}
-    )
-    kept = torch.tensor(expected(now, rollout, everything(now), rule).kept)
-    value, _, metrics = value_and_gradient(
-        loss_config(correction), now, bypass(rollout, advantages)
-    )
-    total = ppo(now, rollout, advantages, CLIP)[kept].sum().item()
-    expect = total / (24 if all_count else kept.sum().item())
-    assert value == pytest.approx(expect, abs=1e-13)
-    assert metrics.compute()["pg_loss"] == pytest.approx(expect, abs=1e-13)
-
-
 STEPWISE = Rule("token", bands=(("token_k1", 0.7, 1.5),))
 SPLIT = [
     (STEPWISE, {"bypass_mode": True}),
@@ -386,76 +313,32 @@ SPLIT = [
 ]
 
 
-def summed(config: LossConfig, now: Tensor, batches: list[DiffusionBatch], reduce=None):
-    """Sums as the update does: each SDE step of each micro-batch alone, then one division."""
-    leaf = now.detach().clone().requires_grad_()
-    bag = MetricBag()
-    parts = torch.zeros(3).double()
-    start = 0
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        for t in range(batch.num_steps):
-            rows = leaf[start : start + len(batch), t : t + 1]
-            terms = DiffusionObjective(config).terms(rows, batch.step(t))
-            terms.total.backward()
-            total, parts = total + terms.total.detach(), parts + terms.parts
-            bag.merge(terms.metrics)
-        start += len(batch)
-    add = reduce["sum"] if reduce else lambda value: value
-    scale = denominator(parts, add)
-    return (add(total) / scale).item(), leaf.grad / scale, bag
-
-
-def filled(config: LossConfig, rows: slice = slice(None), **options) -> DiffusionBatch:
-    rollout, old, _, advantages = (x[rows] for x in drawn())
-    if config.rollout_correction.bypass_mode:
-        return bypass(rollout, advantages)
-    full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
-    return apply_rollout_correction_to_diffusion_batch(full, config.rollout_correction, **options)[
-        0
-    ]
-
-
 @pytest.mark.parametrize(("rule", "mode"), SPLIT)
 @pytest.mark.parametrize("normalize", ["all", "kept"])
 @pytest.mark.parametrize("cuts", [[4], [1, 2, 7]])
-def test_micro_batches_and_steps_add_up(rule, mode, normalize, cuts):
-    """Batches are split by rows and, if no level spans the window, by SDE steps as the trainer
-    does.
-    """
+def test_micro_batches_steps_and_processes_add_up(rule, mode, normalize, cuts):
+    """Batches are split by rows and by SDE steps, as the trainer does; then over processes."""
     rollout, old, now, advantages = drawn()
-    config = loss_config(
-        RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize})
-    )
+    written = settings(rule) | mode | {"normalize": normalize}
+    config = loss_config(RolloutCorrectionConfig(**written))
+    objective = DiffusionObjective(config)
     batch = filled(config)
-    *found, bag = summed(config, now, pieces(batch, cuts))
-    assert_same(found, reference(config, rule, now, rollout, old, advantages))
+    expect = reference(config, rule, now, rollout, old, advantages)
+    *found, bag = summed(objective, now, pieces(batch, cuts), by_step=True)
+    assert_same(found, expect)
+    whole = diffusion_loss(config, now, batch)[1].compute()
     values = bag.compute()
-    expect = diffusion_loss(config, now, batch)[1].compute()
-    spans_the_window = {
-        name for name in expect if "ppl" in name or "seq" in name or name.endswith("rejected_ratio")
-    }
-    compared = {name: expect[name] for name in expect.keys() - spans_the_window}
+    of_windows = ("ppl", "seq", "rejected_ratio")
+    compared = {n: x for n, x in whole.items() if not any(word in n for word in of_windows)}
     assert {name: values[name] for name in compared} == pytest.approx(compared, abs=1e-12)
 
-
-@pytest.mark.parametrize(("rule", "mode"), SPLIT)
-@pytest.mark.parametrize("normalize", ["all", "kept"])
-@pytest.mark.parametrize(
-    "parts", [[slice(0, 3), slice(3, 8)], [slice(0, 1), slice(1, 2), slice(2, 8)]]
-)
-def test_processes_add_up(rule, mode, normalize, parts):
-    rollout, old, now, advantages = drawn()
-    config = loss_config(
-        RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize})
-    )
-    expect = reference(config, rule, now, rollout, old, advantages)
+    rows = [slice(*edges) for edges in itertools.pairwise([0, *cuts[:2], 8])]
 
     def work(rank, reduce):
-        batch = filled(config, parts[rank], all_reduce=reduce["sum"])
-        return summed(config, now[parts[rank]], [batch], reduce)[:2]
+        share = filled(config, rows[rank], all_reduce=reduce["sum"])
+        return summed(objective, now[rows[rank]], [share], by_step=True, reduce=reduce)[:2]
 
-    results = on_shards(len(parts), work)
+    results = on_shards(len(rows), work)
     gradient = torch.cat([gradient for _, gradient in results])
     for loss, _ in results:
         assert_same((loss, gradient), expect)
@@ -488,27 +371,3 @@ def test_missing_columns_are_errors():
     without = diffusion_batch(None, shape=(8, 3), old_log_probs=rollout, advantages=advantages)
     with pytest.raises(ValueError, match=r"rollout\.calculate_log_probs"):
         diffusion_loss(loss_config(bypassed), now, without)
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"loss_mode": "grpo"}, "loss_mode"),
-        ({"kl_threshold": 1e-4}, "kl_threshold"),
-        ({"loss_mode": "flow_dppo", "kl_threshold": 0.0}, "kl_threshold"),
-        ({"loss_mode": "flow_dppo", "clip_ratio": 1e-3}, "clip_ratio"),
-        ({"clip_ratio": 0.0}, "clip_ratio"),
-        ({"clip_ratio": 1.0}, "clip_ratio"),
-        ({"clip_ratio": math.nan}, "clip_ratio"),
-        ({"adv_clip_max": 0.0}, "adv_clip_max"),
-        ({"adv_clip_max": math.nan}, "adv_clip_max"),
-    ],
-)
-def test_wrong_loss_settings_name_the_key(settings, key):
-    with pytest.raises(ValueError, match=rf"actor\.diffusion_loss\.{key}"):
-        DiffusionLossConfig(**settings).validate()
-
-
-def test_the_default_loss_settings_are_those_of_the_recipe():
-    DiffusionLossConfig().validate()
-    assert (DiffusionLossConfig().clip_ratio, DiffusionLossConfig().adv_clip_max) == (1e-4, 5.0)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from inspect import signature
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from flowgrpo_rc import DiffusionLossConfig
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, ForwardLoss, ImageLoss, Velocities
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, Velocities
 from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
-from flowgrpo_rc.losses.find import package_losses
 
 
 class Drawn(NamedTuple):
@@ -80,59 +75,12 @@ def test_value_and_slope(drawn: Drawn, beta: float) -> None:
     np.testing.assert_allclose(metrics["old_deviation"], moved, rtol=1e-12)
 
 
-def test_a_policy_that_has_not_moved_is_pulled_to_good_samples_and_pushed_from_bad_ones(
-    drawn: Drawn,
-) -> None:
-    velocities = drawn._replace(current=drawn.old.copy()).velocities()
-    advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]], dtype=torch.float64)
-    DiffusionNFT()(velocities, advantages).values.sum().backward()
-    gradient = velocities.current.grad
-    assert gradient is not None
-    towards = velocities.target - velocities.old
-    assert torch.equal(gradient[0].sign(), -towards[0].sign())
-    assert torch.equal(gradient[1].sign(), towards[1].sign())
-    assert gradient[2].abs().max() < 1e-15
-
-
 def test_a_perfect_prediction_has_a_finite_slope() -> None:
     zero = torch.zeros(1, 1, 4, dtype=torch.float64)
     velocities = Velocities(zero.clone().requires_grad_(), zero, zero, torch.ones(1, 1))
     DiffusionNFT()(velocities, torch.ones(1, 1)).values.sum().backward()
     assert velocities.current.grad is not None
     assert torch.equal(velocities.current.grad, zero)
-
-
-def test_a_small_model_learns_to_go_where_the_reward_is() -> None:
-    """Points of a plane, from an untrained velocity field; the reward is their first coordinate."""
-    torch.manual_seed(0)
-    field = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-    optimizer = torch.optim.Adam(field.parameters(), lr=1e-2)
-    loss = DiffusionNFT()
-    sigmas = torch.linspace(1, 0, 6)
-
-    def velocity(x: Tensor, sigma: Tensor) -> Tensor:
-        return field(torch.cat([x, sigma], dim=-1))
-
-    @torch.no_grad()
-    def sample() -> Tensor:
-        x = torch.randn(64, 2)
-        for sigma, after in itertools.pairwise(sigmas.tolist()):
-            x = x + (after - sigma) * velocity(x, torch.full((64, 1), sigma))
-        return x
-
-    start = sample().mean(0)
-    for _ in range(60):
-        clean = sample()
-        advantages = (clean[:, :1] - clean[:, 0].mean()) / clean[:, 0].std() / 2
-        noise = torch.randn(64, 1, 2)
-        sigma = torch.rand(64, 1)
-        x = (1 - sigma[..., None]) * clean[:, None] + sigma[..., None] * noise
-        now = velocity(x, sigma[..., None])
-        compared = Velocities(now, now.detach(), noise - clean[:, None], sigma)
-        loss(compared, advantages.clamp(-1, 1)).values.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert float(sample()[:, 0].mean() - start[0]) > 1
 
 
 @pytest.mark.parametrize(
@@ -164,20 +112,8 @@ def test_the_published_decays(options: dict[str, Any], decays: dict[int, float])
 )
 def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
     section = DiffusionLossConfig(loss_mode="diffusion_nft", options=options)
-    with pytest.raises(ValueError, match=DIFFUSION_KEY) as error:
+    with pytest.raises(ValueError, match=rf"{DIFFUSION_KEY}.*{words}"):
         section.validate()
-    assert words in str(error.value)
-
-
-def test_a_clip_has_no_effect() -> None:
-    section = DiffusionLossConfig(loss_mode="diffusion_nft", clip_ratio=1e-3)
+    clipped = DiffusionLossConfig(loss_mode="diffusion_nft", clip_ratio=1e-3)
     with pytest.raises(ValueError, match=r"clip_ratio=0.001 has no effect.*diffusion_nft"):
-        section.validate()
-
-
-@pytest.mark.parametrize("name", package_losses(ForwardLoss))
-def test_its_options_are_documented(name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rollout_correction.md").read_text()
-    losses = page.split("## Losses")[1].split("\n## ")[0]
-    for word in (name, *signature(package_losses(ImageLoss)[name]).parameters):
-        assert f"`{word}`" in losses
+        clipped.validate()

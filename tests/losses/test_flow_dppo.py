@@ -81,11 +81,12 @@ def one_step(advantage: float, log_ratio: float, kl: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("advantage", "log_ratio"), [(1.0, 0.3), (1.0, -0.3), (-1.0, 0.3), (-1.0, -0.3)]
+    ("advantage", "log_ratio"), [(1.0, 0.3), (1.0, -0.3), (-1.0, 0.3), (-1.0, -0.3), (1.0, 2.0)]
 )
 def test_a_step_is_masked_if_it_moves_away_and_is_beyond_the_threshold(
     advantage: float, log_ratio: float
 ) -> None:
+    """A noisy ratio far outside of any PPO band passes as long as the step itself is near."""
     slope = -advantage * torch.tensor(log_ratio, dtype=torch.float64).exp()
     for kl, passes in (
         (0.0, True),
@@ -95,44 +96,6 @@ def test_a_step_is_masked_if_it_moves_away_and_is_beyond_the_threshold(
     ):
         expect = slope if passes else torch.zeros(())
         assert one_step(advantage, log_ratio, kl).item() == pytest.approx(expect.item(), rel=1e-12)
-
-
-def test_the_ratio_is_not_clipped() -> None:
-    """A noisy ratio far outside of any PPO band passes as long as the step itself is near."""
-    assert one_step(1.0, 2.0, 1e-4).item() == pytest.approx(
-        -torch.tensor(2.0, dtype=torch.float64).exp().item(), rel=1e-12
-    )
-
-
-def test_no_gradient_flows_through_the_decision() -> None:
-    given = three_steps()
-    theta = movement()
-    log_probs, gaussian = given.now(theta)
-    kl = gaussian.kl.detach().requires_grad_()
-    leaf = log_probs.detach().requires_grad_()
-    DiffusionObjective(loss_config_of("flow_dppo")).terms(
-        leaf, given.batch, gaussian._replace(kl=kl)
-    ).total.backward()
-    assert kl.grad is None
-    assert leaf.grad is not None
-
-
-def test_the_threshold_and_the_bound_of_a_criterion_are_two_things() -> None:
-    """`step_kl` rejects a step with any advantage; the loss masks only steps that move away."""
-    given = three_steps()
-    theta = movement(0.5)
-    correction = RolloutCorrectionConfig(
-        bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.02
-    )
-    plain = value_and_gradient(loss_config_of("flow_dppo", BYPASS, kl_threshold=1.0), given, theta)[
-        1
-    ]
-    both = value_and_gradient(
-        loss_config_of("flow_dppo", correction, kl_threshold=1.0), given, theta
-    )[1]
-    kept = given.now(theta)[1].kl <= 0.02
-    torch.testing.assert_close(both, torch.where(kept, plain, 0.0), rtol=1e-12, atol=0)
-    assert 0 < kept.sum() < 18
 
 
 def test_the_default_loss_does_not_need_the_means() -> None:

@@ -16,9 +16,11 @@ from support.builders import (
     pieces,
     reference_loss,
     settings,
+    summed,
+    tensor,
     token_batch,
 )
-from support.oracles import LEVELS, MODES, Clip, Rule
+from support.oracles import Clip, Rule
 from torch import Tensor
 
 from flowgrpo_rc import (
@@ -31,8 +33,6 @@ from flowgrpo_rc import (
     token_loss,
 )
 from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
-from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.losses.base import denominator
 from flowgrpo_rc.losses.config import AGGREGATIONS
 
 CLIP = Clip(0.15, 0.25, 1.5)
@@ -124,95 +124,41 @@ def test_loss_and_gradient(rule, mode, aggregation, normalize, masking):
     assert torch.count_nonzero(found[1][~mask_of(masking)]) == 0
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("normalise", [False, True])
-def test_reinforce_with_every_level_and_mode(level, mode, normalise):
-    rule = Rule(
-        level, mode, 0.0 if mode == "truncate" else 0.5, 1.4, bands=BAND, normalise=normalise
-    )
-    config = config_of(rule, REINFORCE)
-    found = found_for(config, filled(config, "right"), drawn()[2])
-    assert_same(found, reference(config, rule, "right"))
-    rollout, _, now, advantages = drawn()
-    expect = oracles.correction(now.tolist(), rollout.tolist(), mask_of("right").tolist(), rule)
-    kept = torch.tensor(expect.kept)
-    closed = -advantages * torch.tensor(expect.weights, dtype=torch.float64) / kept.sum()
-    torch.testing.assert_close(found[1], torch.where(kept, closed, 0.0), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_under_the_ppo_clip_of_bypass_mode_the_weights_are_metrics(mode):
-    """All modes but `mask`, which the validation refuses there."""
-    rule = Rule("token", mode, 0.0 if mode == "truncate" else 0.8, 1.2)
-    if mode == "mask":
-        with pytest.raises(ValueError, match="rollout_is_mode"):
-            config_of(rule, {"bypass_mode": True})
-        return
-    config = config_of(rule, {"bypass_mode": True})
-    plain = config_of(Rule(), {"bypass_mode": True})
-    batch = filled(config, "right")
-    now = drawn()[2]
-    found = found_for(config, batch, now)
-    expect = found_for(plain, batch, now)
-    assert found[0] == expect[0]
-    assert torch.equal(found[1], expect[1])
-
-
-def test_the_aggregations_by_hand():
-    """On-policy, advantages 1 | 2 and lengths 1 | 3: the losses are -7/4, -(1 + 6)/2 and -(1 +
-    2)/2.
-    """
-    rollout = torch.zeros(2, 3, dtype=torch.float64)
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    advantages = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
-    batch = apply_bypass_mode(token_batch(rollout, mask, advantages=advantages))
-    expect = {"token-mean": -7 / 4, "seq-mean-token-sum": -7 / 2, "seq-mean-token-mean": -3 / 2}
-    assert set(AGGREGATIONS) == set(expect)
-    for aggregation, value in expect.items():
-        config = loss_config(RolloutCorrectionConfig(bypass_mode=True), loss_agg_mode=aggregation)
-        assert token_loss(config, rollout, batch)[0].item() == pytest.approx(value, abs=1e-15)
-
-
 @pytest.mark.parametrize(
-    ("aggregation", "normalize", "value"),
+    ("aggregation", "normalize", "rejected", "value"),
     [
-        ("token-mean", None, -5 / 3),
-        ("token-mean", "all", -5 / 4),
-        ("seq-mean-token-sum", None, -5 / 2),
-        ("seq-mean-token-sum", "all", -5 / 2),
-        ("seq-mean-token-mean", None, -3 / 2),
-        ("seq-mean-token-mean", "all", (-1 - 4 / 3) / 2),
+        ("token-mean", None, None, -7 / 4),
+        ("seq-mean-token-sum", None, None, -7 / 2),
+        ("seq-mean-token-mean", None, None, -3 / 2),
+        # A rejected token leaves the denominator unless all count.
+        ("token-mean", None, (1, 2), -5 / 3),
+        ("token-mean", "all", (1, 2), -5 / 4),
+        ("seq-mean-token-sum", None, (1, 2), -5 / 2),
+        ("seq-mean-token-sum", "all", (1, 2), -5 / 2),
+        ("seq-mean-token-mean", None, (1, 2), -3 / 2),
+        ("seq-mean-token-mean", "all", (1, 2), (-1 - 4 / 3) / 2),
+        # A response that is wholly rejected is no sequence of the mean.
+        ("token-mean", None, (0, 0), -6 / 3),
+        ("token-mean", "all", (0, 0), -6 / 4),
+        ("seq-mean-token-sum", None, (0, 0), -6),
+        ("seq-mean-token-sum", "all", (0, 0), -6 / 2),
+        ("seq-mean-token-mean", None, (0, 0), -2),
+        ("seq-mean-token-mean", "all", (0, 0), -2 / 2),
     ],
 )
-def test_a_rejected_token_leaves_the_denominator_unless_all_count(aggregation, normalize, value):
-    """The same batch, with the last token of the second response rejected."""
+def test_the_aggregations_by_hand(aggregation, normalize, rejected, value):
+    """On-policy, with advantages 1 | 2 and lengths 1 | 3."""
     rollout = torch.zeros(2, 3, dtype=torch.float64)
     mask = torch.tensor([[True, False, False], [True, True, True]])
-    kept = mask & torch.tensor([[True, True, True], [True, True, False]])
-    advantages = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
-    batch = apply_bypass_mode(
-        token_batch(rollout, mask, advantages=advantages, rejection_mask=kept)
-    )
+    kept = torch.ones_like(mask)
+    if rejected is not None:
+        kept[rejected] = False
+    advantages = tensor([[1.0], [2.0]]).expand(2, 3)
+    fields = {"advantages": advantages, "rejection_mask": kept}
+    batch = apply_bypass_mode(token_batch(rollout, mask, **fields))
     correction = RolloutCorrectionConfig(bypass_mode=True, normalize=normalize)
     found = token_loss(loss_config(correction, loss_agg_mode=aggregation), rollout, batch)[0]
     assert found.item() == pytest.approx(value, abs=1e-15)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("normalize", "sequences"), [(None, 1), ("all", 2)])
-def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(
-    aggregation, normalize, sequences
-):
-    rollout = torch.zeros(2, 2, dtype=torch.float64)
-    mask = torch.ones(2, 2, dtype=torch.bool)
-    kept = torch.tensor([[True, True], [False, False]])
-    batch = apply_bypass_mode(
-        token_batch(rollout, mask, advantages=torch.ones_like(rollout), rejection_mask=kept)
-    )
-    correction = RolloutCorrectionConfig(bypass_mode=True, normalize=normalize)
-    found = token_loss(loss_config(correction, loss_agg_mode=aggregation), rollout, batch)[0]
-    assert found.item() == -(2 if aggregation == "seq-mean-token-sum" else 1) / sequences
 
 
 # --- Clips
@@ -247,17 +193,6 @@ def test_the_clip_has_two_widths_and_a_bound_for_negative_advantages(advantage, 
     assert values["dual_clip_fraction"] == (advantage < 0 and ratio > 1.5)
     assert values["clip_fraction_higher"] == (ratio > 1.25)
     assert values["clip_fraction_lower"] == (ratio < 0.85)
-
-
-def test_without_a_dual_clip_a_negative_advantage_has_no_bound():
-    rollout = torch.zeros(1, 1, dtype=torch.float64)
-    one = torch.ones(1, 1, dtype=torch.float64)
-    batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=-one))
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip_ratio_c=None)
-    found = found_for(config, batch, math.log(100) * one)
-    assert found[0] == pytest.approx(100)
-    assert found[1].item() == pytest.approx(100)
-    assert "dual_clip_fraction" not in token_loss(config, rollout, batch)[1].compute()
 
 
 # --- GSPO
@@ -310,45 +245,7 @@ def test_gspo_by_hand():
     )
 
 
-def test_gspo_of_one_token_is_ppo():
-    rollout, _, now, advantages = (x[:, :1] for x in drawn())
-    batch = apply_bypass_mode(
-        token_batch(rollout, torch.ones(6, 1, dtype=torch.bool), advantages=advantages)
-    )
-    correction = RolloutCorrectionConfig(bypass_mode=True)
-    one, other = (
-        found_for(loss_config(correction, loss_mode=mode), batch, now)
-        for mode in ("gspo", "ppo_clip")
-    )
-    assert_same(one, other)
-
-
 # --- Pieces
-
-
-def summed(
-    config: LossConfig, now: Tensor, batches: list[TokenBatch], reduce=None
-) -> tuple[float, Tensor, MetricBag]:
-    """Sums as the update does: gradients of the totals, then one division by the summed
-    denominator.
-    """
-    leaf = now.detach().clone().requires_grad_()
-    bag = MetricBag()
-    parts = torch.zeros(3).double()
-    start = 0
-    total = torch.zeros((), dtype=torch.float64)
-    for piece in batches:
-        terms = TokenObjective(config).terms(leaf[start : start + len(piece)], piece)
-        terms.total.backward()
-        total, parts, start = (
-            total + terms.total.detach(),
-            parts + terms.parts,
-            start + len(piece),
-        )
-        bag.merge(terms.metrics)
-    add = {"sum": lambda x: x, "max": lambda x: x} if reduce is None else reduce
-    scale = denominator(parts, add["sum"])
-    return (add["sum"](total) / scale).item(), leaf.grad / scale, bag
 
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
@@ -361,7 +258,7 @@ def test_micro_batches_add_up(rule, mode, aggregation, normalize):
     expect = reference(config, rule, "empty")
     whole = token_loss(config, now, batch)[1].compute()
     for cuts in ([3], [1, 2, 4]):
-        *found, bag = summed(config, now, pieces(batch, cuts))
+        *found, bag = summed(TokenObjective(config), now, pieces(batch, cuts))
         assert_same(found, expect)
         assert bag.compute() == pytest.approx(whole, rel=0, abs=1e-12)
 
@@ -382,7 +279,7 @@ def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
     def work(rank, reduce):
         batch = corrected(config, shards[rank], all_reduce=reduce["sum"])
         halves = pieces(batch, [len(batch) // 2]) if len(batch) > 1 else [batch]
-        loss, gradient, bag = summed(config, now[rank], halves, reduce)
+        loss, gradient, bag = summed(TokenObjective(config), now[rank], halves, reduce=reduce)
         return loss, gradient, bag.compute(reduce["sum"], reduce["max"])
 
     results = on_shards(len(shards), work)
@@ -397,7 +294,8 @@ def test_gspo_adds_up_too():
     config = loss_config(correction, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean")
     batch = filled(config, "empty")
     now = drawn()[2]
-    assert_same(summed(config, now, pieces(batch, [1, 2, 4]))[:2], found_for(config, batch, now))
+    found = summed(TokenObjective(config), now, pieces(batch, [1, 2, 4]))
+    assert_same(found[:2], found_for(config, batch, now))
 
 
 # --- What takes no part
@@ -434,13 +332,10 @@ def test_everything_rejected_is_a_loss_of_zero(aggregation, mode):
 
 def test_advantages_of_tokens_are_not_clipped():
     """`adv_clip_max` is a setting of images."""
-    rollout = torch.zeros(1, 1, dtype=torch.float64)
     one = torch.ones(1, 1, dtype=torch.float64)
-    batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=100 * one))
-    assert (
-        token_loss(loss_config(RolloutCorrectionConfig(bypass_mode=True)), rollout, batch)[0].item()
-        == -100
-    )
+    batch = apply_bypass_mode(token_batch(0 * one, one.bool(), advantages=100 * one))
+    config = loss_config(RolloutCorrectionConfig(bypass_mode=True))
+    assert token_loss(config, 0 * one, batch)[0].item() == -100
 
 
 # --- Metrics and settings

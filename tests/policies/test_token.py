@@ -28,12 +28,6 @@ def padded(batch: TokenBatch, left: int, right: int) -> TokenBatch:
     )
 
 
-# --- The model
-
-
-# --- The policy
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-6)])
 def test_log_probs_do_not_depend_on_padding(
@@ -162,12 +156,3 @@ def test_gradient_checkpointing_changes_no_bit_and_leaves_generation_alone(
     (all_saved, plain), (few_saved, checkpointed_gradients) = gradients
     assert few_saved < all_saved
     assert all(torch.equal(plain[name], checkpointed_gradients[name]) for name in plain)
-
-
-# --- The engine
-
-
-# --- The task
-
-
-# --- LoRA files

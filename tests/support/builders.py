@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from support.oracles import Clip, Expected, Rule, aggregate, correction, ppo
 from torch import Tensor
 
+from flowgrpo_rc.algorithms.policy_gradient.objective import Objective
 from flowgrpo_rc.batch import (
     Batch,
     Conditioning,
@@ -20,9 +21,11 @@ from flowgrpo_rc.batch import (
     TokenBatch,
     TokenSpec,
 )
-from flowgrpo_rc.core.reduce import AllReduce
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Correction, Corrector
+from flowgrpo_rc.losses.base import denominator
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 
 MASKS = {
@@ -223,6 +226,40 @@ def assert_same(found: tuple[float, Tensor], expect: tuple[float, Tensor]) -> No
     assert found[1].abs().max() > 0
 
 
+def summed(
+    objective: Objective,
+    now: Tensor,
+    batches: Sequence[Batch],
+    *,
+    by_step: bool = False,
+    reduce: Mapping[str, AllReduce] | None = None,
+) -> tuple[float, Tensor, MetricBag]:
+    """Sums as the update does: gradients of the totals, then one division by the denominator.
+
+    With `by_step` each SDE step of each micro-batch is a sum of its own.
+    """
+    leaf = now.detach().clone().requires_grad_()
+    bag = MetricBag()
+    total = torch.zeros((), dtype=torch.float64)
+    parts = torch.zeros(3, dtype=torch.float64)
+    start = 0
+    for batch in batches:
+        rows = slice(start, start + len(batch))
+        start = rows.stop
+        cuts = [slice(t, t + 1) for t in range(batch.num_steps)] if by_step else [slice(None)]
+        for steps in cuts:
+            piece = batch.step(steps.start) if by_step else batch
+            terms = objective.terms(leaf[rows, steps], piece)
+            terms.total.backward()
+            total = total + terms.total.detach()
+            parts = parts + terms.parts
+            bag.merge(terms.metrics)
+    add = identity if reduce is None else reduce["sum"]
+    scale = denominator(parts, add)
+    assert leaf.grad is not None
+    return (add(total) / scale).item(), leaf.grad / scale, bag
+
+
 def drop_odd(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:
     """A `custom_correction`: weights are 3, and every other row is rejected."""
     kept = mask & (torch.arange(len(mask)) % 2 == 0).unsqueeze(1)
@@ -233,18 +270,6 @@ def only_a_mask(
     training: Tensor, rollout: Tensor, mask: Tensor, config: Any
 ) -> tuple[None, Tensor]:
     return None, drop_odd(training, rollout, mask, config)[1]
-
-
-def a_wrong_shape(
-    training: Tensor, rollout: Tensor, mask: Tensor, config: Any
-) -> tuple[None, Tensor]:
-    return None, mask[:, :1]
-
-
-def wrong_weights(
-    training: Tensor, rollout: Tensor, mask: Tensor, config: Any
-) -> tuple[Tensor, Tensor]:
-    return training[:, :1], mask
 
 
 def pieces(batch: Batch, cuts: list[int]) -> list[Batch]:
