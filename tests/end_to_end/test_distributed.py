@@ -183,14 +183,27 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
         assert sample.read_bytes() == (other / "samples" / sample.name).read_bytes()
 
 
-def trained_by_torchrun(workplace: Path, strategy: str, mode: str) -> Path:
-    """Returns the folder of the run that torchrun started with two processes, made once."""
+def trained_by_two(workplace: Path, strategy: str, mode: str) -> Path:
+    """Returns the folder of the run with two processes, made once."""
     run = workplace / f"{strategy}_{mode}"
     if not run.exists():
         options = (f"trainer.strategy={strategy}", f"trainer.output_dir={run}")
         done = launch(2, "-m", "flowgrpo_rc.train", *settings(workplace, mode), *options)
         assert done.returncode == 0, done.stderr[-3000:]
     return run
+
+
+def torchrun(*overrides: str, python_path: Path) -> subprocess.CompletedProcess:
+    """Trains with two processes that torchrun itself starts."""
+    launcher = ["torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "flowgrpo_rc.train", *overrides],
+        env=launch_environment(python_path),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +217,7 @@ def trained_by_torchrun(workplace: Path, strategy: str, mode: str) -> Path:
     ],
 )
 def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:
-    run = trained_by_torchrun(workplace, strategy, mode)
+    run = trained_by_two(workplace, strategy, mode)
     assert_same_training(trained_alone(workplace, mode), run)
 
 
@@ -224,7 +237,7 @@ def test_two_own_processes_train_what_torchrun_s_do(workplace: Path) -> None:
     done = train_command(*settings(workplace, "decoupled"), *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("step 3/3") == 1
-    other = trained_by_torchrun(workplace, "ddp", "decoupled")
+    other = trained_by_two(workplace, "ddp", "decoupled")
     states = [load_checkpoint(folder / "checkpoints" / "step_3") for folder in (run, other)]
     prints = [{stem: fingerprint(t) for stem, t in state.tensors.items()} for state in states]
     assert prints[0] == prints[1]
@@ -433,7 +446,7 @@ def test_a_process_that_dies_takes_the_others_down(
         f"trainer.strategy={strategy}",
         "trainer.timeout_s=3600",
     )
-    done = launch(2, "-m", "flowgrpo_rc.train", *failing, *options, python_path=tmp_path)
+    done = torchrun(*failing, *options, python_path=tmp_path)
     assert done.returncode != 0
     assert "error: process 0 of 2 cannot reach another one" in done.stderr
     assert ("this process fails alone" in done.stderr) == (failure == "raises")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,10 @@ from support.ray import needs_ray
 from support.runs import WORDS, fingerprint, read_rows
 from support.torchao import needs_torchao
 
+from flowgrpo_rc.cli import main
 from flowgrpo_rc.records.rollout_files import rollout_path
 
-RC = "algorithm.rollout_correction"
 TESTS = ROOT / "tests"
-MODES = {
-    "bypass, bf16": (f"{RC}.bypass_mode=true", "rollout.dtype=bf16"),
-    "decoupled, int4": (f"{RC}.bypass_mode=false", "rollout.quantization=int4"),
-    # Versions of the LoRA, a state that samples share, means, and chunks of unequal size.
-    "ahead": (
-        "rollout.staleness=2",
-        f"{RC}.bypass_mode=true",
-        f"{RC}.centered=true",
-        "rollout.algo.sde_window_range=[0,2]",
-        "rollout.algo.shared_prefix=true",
-        "rollout.micro_batch_size_per_gpu=3",
-    ),
-}
 
 
 @pytest.fixture
@@ -65,29 +51,34 @@ def small(tmp_path: Path) -> list[str]:
     ]
 
 
-Train = Callable[..., Path]
-
-
-@pytest.fixture
-def train(small: list[str], tmp_path: Path) -> Train:
-    """Runs a training in a process of its own; returns its folder."""
-
-    def run(name: str, *settings: str, code: int = 0) -> Path:
-        folder = tmp_path / name
-        done = train_command(*small, *settings, f"trainer.output_dir={folder}", python_path=TESTS)
-        assert done.returncode == code, done.stderr[-3000:]
-        return folder
-
-    return run
-
-
 @needs_ray
 @needs_torchao
-@pytest.mark.parametrize("mode", MODES)
-def test_workers_give_the_bits_of_the_trainer_s_engine(train: Train, mode: str) -> None:
-    settings = (*MODES[mode], "trainer.save_rollouts=true")
-    whole = train("alone", *settings)
-    run = train("workers", *settings, "rollout.workers=2")
+def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path) -> None:
+    """Two workers take the first step, none the second, one the third.
+
+    The runs have versions of the LoRA, a state that samples share, means, and chunks of unequal
+    size.
+    """
+    settings = [
+        *small,
+        "rollout.staleness=2",
+        "rollout.quantization=int4",
+        "algorithm.rollout_correction.centered=true",
+        "rollout.algo.sde_window_range=[0,2]",
+        "rollout.algo.shared_prefix=true",
+        "rollout.micro_batch_size_per_gpu=3",
+        "trainer.save_rollouts=true",
+    ]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert main(["train", *settings, f"trainer.output_dir={whole}"]) == 0
+    stop = "trainer.max_time=0.001"  # after the first step
+    for further, code in (
+        (("rollout.workers=2", stop), 75),
+        (("rollout.workers=0", stop), 75),
+        (("rollout.workers=1",), 0),
+    ):
+        done = train_command(*settings, *further, f"trainer.output_dir={run}", python_path=TESTS)
+        assert done.returncode == code, done.stderr[-3000:]
     assert final_state(run) == final_state(whole)
     # Also in shape: encoded prompts are there once.
     for step in (1, 2, 3):
@@ -95,14 +86,14 @@ def test_workers_give_the_bits_of_the_trainer_s_engine(train: Train, mode: str) 
             load_file(rollout_path(folder / "rollouts", step, 0, 1)) for folder in (run, whole)
         )
         assert fingerprint(saved) == fingerprint(other)
-    rows = read_rows(run)[1:]
-    assert all(0 < row["workers/busy_fraction"] <= 1 for row in rows)
-    assert all(row["workers/mib_received"] > 0 for row in rows)
-    assert not any(name.startswith("workers/") for row in read_rows(whole) for name in row)
+    first, second, third = (row for row in read_rows(run) if row["step"])
+    assert all(0 < row["workers/busy_fraction"] <= 1 for row in (first, third))
+    assert all(row["workers/mib_received"] > 0 for row in (first, third))
+    assert not any(name.startswith("workers/") for name in second)
 
 
 @needs_ray
-def test_text(tmp_path: Path) -> None:
+def test_a_language_model(tmp_path: Path) -> None:
     settings = [
         "--config-name",
         "token_grpo",
@@ -115,24 +106,10 @@ def test_text(tmp_path: Path) -> None:
         "trainer.total_training_steps=2",
         "trainer.device=cpu",
     ]
-    states = []
-    for workers in (0, 2):
-        folder = tmp_path / str(workers)
-        done = train_command(
-            *settings, f"rollout.workers={workers}", f"trainer.output_dir={folder}"
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        states.append(final_state(folder))
-    assert states[0] == states[1]
-
-
-@needs_ray
-def test_another_number_of_workers_goes_on(train: Train) -> None:
-    whole = train("whole", "rollout.staleness=1")
-    settings = ("pieces", "rollout.staleness=1")
-    train(*settings, "rollout.workers=2", "trainer.max_time=0.001", code=75)
-    train(*settings, "rollout.workers=0", "trainer.max_time=0.001", code=75)
-    run = train(*settings, "rollout.workers=1")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert main(["train", *settings, f"trainer.output_dir={whole}"]) == 0
+    done = train_command(*settings, "rollout.workers=2", f"trainer.output_dir={run}")
+    assert done.returncode == 0, done.stderr[-3000:]
     assert final_state(run) == final_state(whole)
 
 

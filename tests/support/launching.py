@@ -1,32 +1,88 @@
-"""Commands and processes that tests start."""
+"""Commands and processes that tests start.
+
+A Python program starts as a fork of a process that has imported torch and diffusers: an import
+costs more than a small run.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 
 from support.documented import ROOT
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["flowgrpo_rc.build", "flowgrpo_rc.commands.train"])
 
 
 def launch(
     num_processes: int, *arguments: str, python_path: Path | None = None
 ) -> subprocess.CompletedProcess:
-    """Runs torchrun with `num_processes` gloo processes of one thread each."""
-    launcher = [
-        "torch.distributed.run",
-        f"--nproc_per_node={num_processes}",
-        f"--master_port={free_port()}",
-    ]
-    command = [sys.executable, "-m", *launcher, *arguments]
-    environment = launch_environment(python_path)
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
+    """Runs `python ARGUMENTS` in gloo processes of one thread each, as torchrun would.
+
+    One that fails ends the others.
+    """
+    shared = launch_environment(python_path) | {
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+    return _run_forks(arguments, ranks)
+
+
+def _run_forks(
+    arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
+) -> subprocess.CompletedProcess:
+    """Runs a Python program once for each environment; returns the first code that is not 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "stdout"), Path(folder, "stderr")
+        forks = [
+            _FORKS.Process(target=_become, args=(arguments, dict(environment), output))
+            for environment in environments
+        ]
+        for fork in forks:
+            fork.start()
+        deadline, failed = time.monotonic() + 900, 0
+        while running := [fork.sentinel for fork in forks if fork.is_alive()]:
+            if not connection.wait(running, deadline - time.monotonic()):
+                break
+            codes = [fork.exitcode for fork in forks if fork.exitcode]
+            if codes and not failed:
+                failed, deadline = codes[0], time.monotonic() + 5  # the others say what they miss
+        for fork in forks:
+            fork.kill()
+            fork.join()
+        assert failed or not running, f"timed out: {arguments}"
+        stdout, stderr = (path.read_text() for path in output)
+    return subprocess.CompletedProcess(arguments, failed, stdout, stderr)
+
+
+def _become(
+    arguments: Sequence[str], environment: Mapping[str, str], output: tuple[Path, Path]
+) -> None:
+    """Turns a fork into `python ARGUMENTS`, which prints into two files."""
+    for number, path in enumerate(output, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def launch_environment(*folders: Path | None) -> dict[str, str]:
@@ -40,14 +96,7 @@ def launch_environment(*folders: Path | None) -> dict[str, str]:
 
 def train_command(*overrides: str, python_path: Path | None = None) -> subprocess.CompletedProcess:
     """Runs the training command, which no launcher has started."""
-    return subprocess.run(
-        [sys.executable, "-m", "flowgrpo_rc.train", *overrides],
-        env=alone(python_path),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    return _run_forks(("-m", "flowgrpo_rc.train", *overrides), [alone(python_path)])
 
 
 def alone(*folders: Path | None) -> dict[str, str]:
