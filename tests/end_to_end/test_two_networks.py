@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from support.launching import launch
 from support.runs import WORDS, Train, read_rows
 
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.check_networks import check_networks
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.records.checkpoint import load_checkpoint
 
 NAME = "WanPipeline+transformer_2"
@@ -96,19 +100,16 @@ def test_a_lora_whose_steps_are_never_trained_stays_without_effect_and_is_named(
     ],
 )
 def test_shards_need_processes_that_run_the_same_transformer(
-    saved: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
-    given: tuple[str, ...],
-    is_refused: bool,
+    saved: Callable[[str], Path], given: tuple[str, ...], is_refused: bool
 ) -> None:
-    command = ["plan", f"model.path={saved(NAME)}", *SMALL, *given, "--processes", "2"]
-    assert main([*command, "trainer.strategy=ddp"]) == 0
-    capsys.readouterr()
-    assert main([*command, "trainer.strategy=fsdp2"]) == (2 if is_refused else 0)
-    error = capsys.readouterr().err
-    assert ("trainer.strategy=fsdp2 shares the frozen weights of transformer and" in error) == (
-        is_refused
-    )
+    config = to_config(compose_config([f"model.path={saved(NAME)}", *SMALL, *given]))
+    model = load_model(config.model, torch.device("cpu"))
+    config.trainer.strategy = "ddp"
+    check_networks(config, model, 2)
+    config.trainer.strategy = "fsdp2"
+    message = "trainer.strategy=fsdp2 shares the frozen weights of transformer and"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        check_networks(config, model, 2)
 
 
 @pytest.mark.kernels

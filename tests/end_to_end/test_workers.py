@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from support.documented import ROOT
 from support.faults import final_state
-from support.launching import alone, train_command
+from support.launching import run_alone, train_command
 from support.ray import needs_ray
 from support.runs import WORDS, fingerprint, read_rows
 from support.torchao import needs_torchao
@@ -124,17 +122,11 @@ def test_a_step_is_trained_while_a_later_one_is_sampled(small: list[str], tmp_pa
         f"+rollout.engine_kwargs.folder={tmp_path}",
         f"trainer.output_dir={tmp_path / 'run'}",
     ]
-    script = (
+    program = tmp_path / "program.py"
+    program.write_text(
         "import sys; from support.worker_engines import train_and_meet as run; run(sys.argv[1:])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), *words],
-        env=alone(TESTS),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_alone(str(program), str(tmp_path), *words, python_path=TESTS)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(path.name for path in tmp_path.glob("met_*")) == ["met_sampling", "met_training"]
 

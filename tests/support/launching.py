@@ -96,7 +96,12 @@ def launch_environment(*folders: Path | None) -> dict[str, str]:
 
 def train_command(*overrides: str, python_path: Path | None = None) -> subprocess.CompletedProcess:
     """Runs the training command, which no launcher has started."""
-    return _run_forks(("-m", "flowgrpo_rc.train", *overrides), [alone(python_path)])
+    return run_alone("-m", "flowgrpo_rc.train", *overrides, python_path=python_path)
+
+
+def run_alone(*arguments: str, python_path: Path | None = None) -> subprocess.CompletedProcess:
+    """Runs `python ARGUMENTS`, which no launcher has started."""
+    return _run_forks(arguments, [alone(python_path)])
 
 
 def alone(*folders: Path | None) -> dict[str, str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from support.launching import alone
+from support.launching import run_alone
 from support.ray import needs_ray
 
 PROGRAM = """
@@ -42,8 +40,8 @@ engine.close()
 def test_workers_load_in_turn(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(program), str(tmp_path)]
-    subprocess.run(command, env=alone(), check=True, timeout=300)
+    done = run_alone(str(program), str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
     first, second = sorted(
         tuple(map(float, path.read_text().split())) for path in tmp_path.glob("loaded_*")
     )
