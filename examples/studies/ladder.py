@@ -83,7 +83,7 @@ QUICK = (
     "rollout.n=4",
     "actor.ppo_micro_batch_size_per_gpu=8",
 )
-QUICK_CELLS = (("reuse", "recomputed"), ("bits3", "centered"))
+QUICK_CELLS = (("bits3", "centered"),)
 
 
 def overrides(run: Run, budget: Sequence[str] = BUDGET) -> list[str]:

@@ -66,9 +66,10 @@ VARIANTS = {
     "UnboundLora": "lora",
     "WeakLora": "lora",
 }
-BOTH = [
-    *((fault, dtype) for fault in FAULTS for dtype in ("fp32", "bf16")),
-    *((fault, "fp32") for fault in VARIANTS),
+# Faults that a coarse rollout could hide are looked for in both precisions.
+NAMED = [
+    *((fault, "bf16") for fault in FAULTS),
+    *((fault, "fp32") for fault in ("Bf16Latents", "Shift", *VARIANTS)),
 ]
 
 
@@ -128,7 +129,7 @@ def small_bench(model_path: Path, prompt_file: Path, *further: str) -> Bench:
     )
 
 
-@pytest.mark.parametrize(("fault", "dtype"), BOTH)
+@pytest.mark.parametrize(("fault", "dtype"), NAMED)
 def test_a_fault_is_named(bench: Bench, fault: str, dtype: str) -> None:
     found = bench.diagnose(fault, dtype)
     cause = (FAULTS | VARIANTS)[fault]
@@ -176,14 +177,8 @@ VERDICTS = [
     ("Autocast", "fp32", None, "it is as large as that of bf16: see whether the engine computes"),
     ("UnboundLora", "fp32", "lora", "the LoRA is bound to no module"),
     ("HalfLora", "fp32", "lora", "tensors are bound nowhere"),  # the engine shows it, no replay
-    *(
-        (fault, dtype, "guidance", words)
-        for dtype in ("fp32", "bf16")
-        for fault, words in (
-            ("NoGuidance", "guidance dropped: guidance_scale 1 in place of 4.5"),
-            ("NoNegative", "no negative prompt is recorded"),
-        )
-    ),
+    ("NoGuidance", "bf16", "guidance", "guidance dropped: guidance_scale 1 in place of 4.5"),
+    ("NoNegative", "fp32", "guidance", "no negative prompt is recorded"),
 ]
 
 
@@ -378,31 +373,26 @@ def wide(prompt_file: Path) -> Bench:
 
 @pytest.mark.kernels
 @needs_torchao
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_quantization_that_is_not_applied_is_named(wide: Bench, dtype: str) -> None:
-    clean = wide.diagnose("diffusers", dtype, "int4")
+def test_a_quantization_that_is_not_applied_is_named(wide: Bench) -> None:
+    clean = wide.diagnose("diffusers", "bf16", "int4")
     assert (clean.cause, clean.healthy) == (None, True)
-    read = wide.diagnose("PlainWeights", dtype, "int4")
+    read = wide.diagnose("PlainWeights", "bf16", "int4")
     assert read.cause == "quantization"
     assert "int4 is not applied: " in read.sentence()
     assert "layers hold plain weights" in read.sentence()
-    measured = wide.diagnose("HiddenPlainWeights", dtype, "int4")
+    measured = wide.diagnose("HiddenPlainWeights", "fp32", "int4")
     assert measured.explanation is not None
-    where = {"fp32": "as the trainer does", "bf16": "in bf16"}[dtype]
-    assert f"quantization: int4 not applied: computed {where}" in measured.sentence()
+    assert "quantization: int4 not applied: computed as the trainer does" in measured.sentence()
 
 
 @needs_torchao
 @needs_bf16_kernels
 def test_other_kernels_without_the_quantization_are_nearer_to_plain_weights(wide: Bench) -> None:
     """The error of fp8 is not large enough for a replay to explain it."""
-    engine = "PlainWeightsOfOtherKernels"
-    assert wide.diagnose(engine, "bf16", "int4").cause == "quantization"
-    found = wide.diagnose(engine, "bf16", "fp8")
+    found = wide.diagnose("PlainWeightsOfOtherKernels", "bf16", "fp8")
     assert (found.cause, found.explanation) == ("quantization", None), found
     assert "fp8 not applied: computed in bf16: so the engine differs by" in found.sentence()
-    for clean in ("diffusers", "QuantizedOfOtherKernels"):
-        assert wide.diagnose(clean, "bf16", "fp8").cause is None
+    assert wide.diagnose("QuantizedOfOtherKernels", "bf16", "fp8").cause is None
 
 
 def test_an_engine_that_shows_nothing_is_not_judged_by_it(bench: Bench) -> None:
@@ -646,10 +636,6 @@ def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path
     reference = clipped_before_update(tmp_path / "reference", *few, f"{CLIP}=1e-4", BYPASS)
     assert reference > 0.3
     assert measured["clipped_before_update"]["0.0001"] == pytest.approx(reference, abs=0.1)
-    chosen = clipped_before_update(
-        tmp_path / "chosen", *few, "+calibration=measured", config_dir=tmp_path / "out"
-    )
-    assert chosen == 0  # the ratio of the first update is 1
 
 
 def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:

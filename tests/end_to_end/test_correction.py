@@ -60,8 +60,8 @@ def test_a_run_with_whole_windows(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bypass", "further"),
-    [(False, []), (False, [f"{RC}.exclude_rejected=false"]), (True, [])],
-    ids=["recomputed", "own_forwards", "bypass"],
+    [(False, [f"{RC}.exclude_rejected=false"]), (True, [])],
+    ids=["own_forwards", "bypass"],
 )
 def test_a_resumed_run_goes_on_with_its_bands(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool, further: list[str]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.image_rollouts import KINDS
 from support.runs import Train, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.records.checkpoint import load_checkpoint
@@ -21,31 +20,28 @@ FAST = (
     "actor.optim.lr_scheduler=constant",
     "trainer.save_freq=1",
 )
-MODES = {
-    "bypass": (
-        f"{RC}.bypass_mode=true",
-        f"{RC}.rollout_rs=token_k1",
-        f"{RC}.rollout_rs_threshold=auto:4",
-    ),
-    "decoupled": (f"{RC}.bypass_mode=false",),
-}
-
-
-SLIDING = (
-    "rollout.merge_lora=false",
-    "rollout.algo.sde_window_range=[0,4]",
-    "rollout.algo.sde_window_interval=1",
-    "actor.diffusion_loss.dual_clip=4",
+BYPASS = (
+    f"{RC}.bypass_mode=true",
+    f"{RC}.rollout_rs=token_k1",
+    f"{RC}.rollout_rs_threshold=auto:4",
 )
 CASES = {
-    f"{mode}_{kind}": (mode, f"rollout.algo.sde_type={kind}") for mode in MODES for kind in KINDS
+    "bypass_some": (*BYPASS, "rollout.algo.sde_type=sde", "rollout.n=6", "actor.train_n=2"),
+    "bypass_sliding": (
+        *BYPASS,
+        "rollout.algo.sde_type=dance_sde",
+        "rollout.merge_lora=false",
+        "rollout.algo.sde_window_range=[0,4]",
+        "rollout.algo.sde_window_interval=1",
+        "actor.diffusion_loss.dual_clip=4",
+    ),
+    "decoupled": (f"{RC}.bypass_mode=false", "rollout.algo.sde_type=cps", f"{RC}.rollout_is=token"),
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, "sliding"])
+@pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_ends_with_the_same_bits(train: Train, tmp_path: Path, name: str) -> None:
-    mode, *own = CASES.get(name, ("bypass", *SLIDING))
-    settings = (*FAST, *MODES[mode], *own)
+    settings = (*FAST, *CASES[name])
     runs = [tmp_path / "whole", tmp_path / "resumed"]
     assert train(*settings, "trainer.total_training_steps=3", f"trainer.output_dir={runs[0]}") == 0
     for steps in (1, 3):

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import Train, fingerprint, read_rows, without_timings
+from support.runs import Train, read_rows
 
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.rollout_files import SavedRollout
 from flowgrpo_rc.training import journal
 from flowgrpo_rc.training.advantages import AdvantageEstimator
@@ -86,31 +85,6 @@ def test_all_samples_are_trained_on_by_default(train: Train, tmp_path: Path, see
     given, whole = seen
     assert torch.equal(given[0].seed, whole[0][1].seed)
     assert "advantages/trained_fraction" not in read_rows(tmp_path / "run")[1]
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        (*BYPASS, f"{RC}.rollout_rs_threshold=auto:4"),
-        (*DECOUPLED, "rollout.algo.shared_prefix=true", "rollout.staleness=1"),
-    ],
-    ids=["bypass", "decoupled_shared_staleness"],
-)
-def test_an_interrupted_run_ends_bit_equal(
-    train: Train, tmp_path: Path, mode: Sequence[str]
-) -> None:
-    settings = (*SOME, *mode, "trainer.total_training_steps=3")
-    assert train(*settings, f"trainer.output_dir={tmp_path / 'whole'}") == 0
-    pieces = [*settings, f"trainer.output_dir={tmp_path / 'pieces'}", "trainer.max_time=0.001"]
-    assert [train(*pieces) for _ in range(3)] == [75, 75, 0]
-    assert state(tmp_path / "whole") == state(tmp_path / "pieces")
-
-
-def state(folder: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Returns the newest checkpoint and the metrics of a run."""
-    newest = load_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
-    prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
-    return prints, without_timings(read_rows(folder))
 
 
 def test_a_saved_rollout_holds_all_samples_and_replays(

@@ -182,14 +182,14 @@ class Bf16Input(DiffusersEngine):
         self._policy = flow.FlowPolicy(rounding, self.transformer)
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        original = flow._transition
-        flow._transition = lambda x, *rest, **options: original(
+        original = flow.step_transition
+        flow.step_transition = lambda x, *rest, **options: original(
             x.bfloat16().float(), *rest, **options
         )
         try:
             yield from super().generate(request)
         finally:
-            flow._transition = original
+            flow.step_transition = original
 
 
 class Bf16Steps(DiffusersEngine):

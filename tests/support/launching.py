@@ -116,21 +116,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
-    """Runs a command in a folder, with the programs of this environment on the path."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "WANDB_MODE": "offline"}
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-
-
 def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     """Waits until the condition holds; fails after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
