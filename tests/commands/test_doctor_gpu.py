@@ -34,7 +34,6 @@ def test_checks_without_a_run() -> None:
 
 
 def test_the_rollouts_of_the_bundled_model() -> None:
-    assert "replayed bit for bit" in doctor_gpu.check_fp32().found
     found = doctor_gpu.check_bf16()
     assert found.state == "ok"
     assert "mean mismatch" in found.found

@@ -155,6 +155,8 @@ TEXTS = [
     ("rollout.temperature=0", "rollout.temperature"),
     ("actor.replay=aligned", "actor.replay=aligned is for images"),
     ("actor.token_loss.loss_agg_mode=mean", "loss_agg_mode"),
+    ("actor.token_loss.clip_ratio_c=1.1", "clip_ratio_c"),
+    ("algorithm.adv_estimator=rloo algorithm.global_std=true", "global_std"),
     (f"{RC}=pg_is actor.token_loss.loss_mode=gspo", "loss_mode=gspo"),
     (f"{RC}=bypass_ppo_clip {RC}.bypass_level=window", "whole responses"),
     (f"{RC}.log_prob_scale=sum", "no mean"),

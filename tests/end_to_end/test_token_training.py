@@ -80,10 +80,9 @@ def test_the_mismatch_of_a_bf16_rollout_shows_and_that_of_an_fp32_rollout_is_rou
 EIGHT_STEPS = ("trainer.total_training_steps=8", "trainer.test_freq=8")
 
 
-@pytest.mark.parametrize("seed", [3, 5])
-def test_a_healthy_small_run_has_no_warnings(tmp_path: Path, seed: int) -> None:
+def test_a_healthy_small_run_has_no_warnings(tmp_path: Path) -> None:
     """A step has 60 tokens, which cannot tell a fault from a few unlikely tokens."""
-    assert train(tmp_path, *EIGHT_STEPS, f"trainer.seed={seed}") == 0
+    assert train(tmp_path, *EIGHT_STEPS) == 0
     assert read_rows(tmp_path)[-1]["step"] == 8
     assert not (tmp_path / "health.jsonl").exists()
 
@@ -96,44 +95,36 @@ def test_an_engine_with_coarse_weights_is_reported_in_a_small_run(tmp_path: Path
     assert "mismatch_over_expected" in warning
 
 
-@pytest.mark.parametrize(
-    "further",
-    [
-        (f"{RC}=bypass_ppo_clip",),
-        (f"{RC}=bypass_pg_geo_rs_token_tis",),
-        (f"{RC}=pg_is", f"{RC}.rollout_is_batch_normalize=true"),
-        (f"{RC}=decoupled_k3_rs_seq_tis",),
-        (f"{RC}=slime_mis_veto", f"{RC}.metric_names=both"),
-        (f"{RC}=geo_rs", "algorithm.adv_estimator=rloo", "actor.ppo_epochs=2"),
-        ("actor.token_loss.loss_mode=gspo", "actor.token_loss.loss_agg_mode=seq-mean-token-mean"),
-        ("algorithm.adv_estimator=dr_grpo", "actor.token_loss.loss_agg_mode=seq-mean-token-sum"),
-        ("actor.use_kl_loss=true", "actor.ema.enable=true", "actor.ema.update_interval=1"),
-        (
-            "rollout.response_length=1",
-            "rollout.temperature=1.5",
-            "model.gradient_checkpointing=true",
-        ),
-        (
-            f"{RC}.use_tis=true",
-            f"{RC}.tis_level=geometric",
-            f"{RC}.tis_mode=clip",
-            f"{RC}.metric_names=slime",
-        ),
-    ],
-    ids=[
-        "clip",
-        "pg",
-        "pg_norm",
-        "k3",
-        "veto",
-        "rloo",
-        "gspo",
-        "dr_grpo",
-        "kl_ema",
-        "limit",
-        "slime",
-    ],
-)
+SETTINGS = {
+    "pg": (f"{RC}=bypass_pg_geo_rs_token_tis", "model.gradient_checkpointing=true"),
+    "normalized": (
+        f"{RC}=pg_is",
+        f"{RC}.rollout_is_batch_normalize=true",
+    ),
+    "rloo": (f"{RC}=decoupled_k3_rs_seq_tis", "algorithm.adv_estimator=rloo", "actor.ppo_epochs=2"),
+    "veto": (f"{RC}=slime_mis_veto", f"{RC}.metric_names=both", "rollout.temperature=1.5"),
+    "gspo": (
+        "actor.token_loss.loss_mode=gspo",
+        "actor.token_loss.loss_agg_mode=seq-mean-token-mean",
+    ),
+    "dr_grpo": (
+        "algorithm.adv_estimator=dr_grpo",
+        "actor.token_loss.loss_agg_mode=seq-mean-token-sum",
+        "actor.use_kl_loss=true",
+        "actor.ema.enable=true",
+        "actor.ema.update_interval=1",
+    ),
+    "slime": (
+        f"{RC}.use_tis=true",
+        f"{RC}.tis_level=geometric",
+        f"{RC}.tis_mode=clip",
+        f"{RC}.metric_names=slime",
+        "rollout.response_length=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("further", SETTINGS.values(), ids=SETTINGS)
 def test_settings_train(tmp_path: Path, further: tuple[str, ...]) -> None:
     assert train(tmp_path, *further) == 0
     for row in read_rows(tmp_path)[1:]:
@@ -223,49 +214,6 @@ def test_wholly_rejected_samples_leave_the_baseline(tmp_path: Path) -> None:
     assert excluded == rows["on"]["rollout_corr/rollout_rs_seq_masked_fraction"]
     assert "rollout_corr/excluded_fraction" not in rows["off"]
     assert rows["on"]["advantages/std"] != rows["off"]["advantages/std"]
-
-
-@pytest.mark.parametrize(
-    ("further", "words"),
-    [
-        (("model.kind=diffusion",), ("model.path", "model.kind")),
-        (("rollout.name=diffusers_engine",), ("rollout.name", "model.kind")),
-        (("reward.terms.jpeg.weight=1",), ("reward.terms.jpeg", "text")),
-        (("rollout.algo.noise_level=0.5",), ("rollout.algo", "model.kind")),
-        (("actor.diffusion_loss.clip_ratio=1e-3",), ("actor.diffusion_loss",)),
-        (("rollout.prompt_length=3",), ("rollout.prompt_length", "tokens")),
-        (("rollout.temperature=0",), ("rollout.temperature",)),
-        (("actor.token_loss.loss_agg_mode=mean",), ("loss_agg_mode", "token-mean")),
-        (("actor.token_loss.clip_ratio_c=1.1",), ("clip_ratio_c",)),
-        (("algorithm.adv_estimator=gae",), ("adv_estimator", "rloo")),
-        (
-            ("algorithm.adv_estimator=rloo", "algorithm.global_std=true"),
-            ("global_std", "adv_estimator"),
-        ),
-        ((f"{RC}=pg_is", "actor.token_loss.loss_mode=gspo"), ("loss_mode", "loss_type")),
-        (
-            (f"{RC}=bypass_ppo_clip", f"{RC}.exclude_rejected=true"),
-            ("exclude_rejected", "bypass_mode"),
-        ),
-        (
-            (f"{RC}=bypass_ppo_clip", f"{RC}.bypass_level=window"),
-            ("bypass_level", "whole responses"),
-        ),
-        ((f"{RC}.log_prob_scale=sum",), ("log_prob_scale", "no mean")),
-        ((f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=1"), ("step_kl", "token_k3")),
-        (
-            (f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=auto:4"),
-            ("auto:k", "give a number"),
-        ),
-        (("rollout.engine_kwargs.speed=2",), ("rollout.engine_kwargs", "speed")),
-    ],
-)
-def test_bad_input_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture, further: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    assert train(tmp_path / "run", *further) == 2
-    error = capsys.readouterr().err
-    assert all(word in error for word in words), error
 
 
 def test_it_learns(tmp_path: Path) -> None:

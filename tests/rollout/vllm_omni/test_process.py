@@ -68,13 +68,13 @@ SAY_ERROR = FAKE.replace("ANSWER", 'send(connection, "error", {"error": "KeyErro
         ),
         (
             "import time; print('waiting', flush=True); time.sleep(60)",
-            "has not answered 'start' for 4 s.*waiting",
-            4,
+            "has not answered 'start' for 2 s.*waiting",
+            2,
         ),
         (
             "import os, sys, time; os.write(int(sys.argv[1]), b'\\0\\0'); time.sleep(60)",
             "broke off while it worked",
-            4,
+            2,
         ),
         (SAY_ERROR, "failed in 'start': KeyError: 7", 60),
     ],
@@ -101,7 +101,7 @@ def test_what_the_child_started_ends_with_it(script, tmp_path):
         "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); "
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(60)"
     )
-    child = EngineProcess(script(code), os.environ, timeout_s=3)
+    child = EngineProcess(script(code), os.environ, timeout_s=1)
     with pytest.raises(EngineError, match="has not answered"):
         list(child.ask("start", {}))
     assert gone(int((tmp_path / "pid").read_text()))
