@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.backbones.checkpoint import linear_layers
 from flowgrpo_rc.rewards.backbones.clip import ClipReward
 from flowgrpo_rc.rewards.base import Scores
 
 ENDINGS = (".safetensors", ".pth")
-_WEIGHT = re.compile(r"layers\.\d+\.weight")
+_LAYER = re.compile(r"layers\.(\d+\.(?:weight|bias))")
 
 
 class Aesthetic(ClipReward):
@@ -71,22 +72,8 @@ def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
       ValueError: `state` has no such layers, they do not fit each other, or the last one has more
         than one output. Other names are ignored.
     """
-    names = sorted(
-        (name for name in state if _WEIGHT.fullmatch(name)),
-        key=lambda name: int(name.split(".")[1]),
-    )
-    biases = [name.replace("weight", "bias") for name in names]
-    shapes = {name: list(state[name].shape) for name in (*names, *biases) if name in state}
-    outputs = [shapes[name][:1] for name in names]
-    inputs = [shapes[name][1:] for name in names]
-    if outputs != [*inputs[1:], [1]] or outputs != [shapes.get(bias) for bias in biases]:
-        raise ValueError(
-            "the head must be linear layers layers.N.weight that end in one number; it has "
-            f"{shapes}"
-        )
-    layers = []
-    for name, bias in zip(names, biases, strict=True):
-        layer = nn.Linear(shapes[name][1], shapes[name][0])
-        layer.load_state_dict({"weight": state[name].float(), "bias": state[bias].float()})
-        layers.append(layer.requires_grad_(False))
+    found = {match[1]: one for name, one in state.items() if (match := _LAYER.fullmatch(name))}
+    layers = linear_layers(found)
+    if layers[-1].out_features != 1 or any(layer.bias is None for layer in layers):
+        raise ValueError("the head must be linear layers with a bias, and end in one number")
     return nn.Sequential(*layers)

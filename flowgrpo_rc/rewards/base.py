@@ -48,12 +48,29 @@ def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]
     ]
 
 
+def check_at_least_one(**options: int) -> None:
+    """Raises ValueError for an option below 1."""
+    for name, value in options.items():
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1")
+
+
+def batches(count: int, size: int) -> list[slice]:
+    """Returns slices of at most `size` that cover `count` samples in order."""
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def prompt_name(prompt: Prompt) -> str:
+    """Returns what messages call a prompt."""
+    return f"prompt {prompt.index} ({prompt.text!r})"
+
+
 def target_of(prompt: Prompt) -> str:
     """Returns the target of a prompt. Raises ValueError if it has none."""
     if prompt.target is None or not prompt.target.strip():
         raise ValueError(
-            f"prompt {prompt.index} ({prompt.text!r}) has target={prompt.target!r}, and the reward "
-            'needs one: put the text between double quotes, or give the key "target"'
+            f"{prompt_name(prompt)} has target={prompt.target!r}, and the reward needs one: put "
+            'the text between double quotes, or give the key "target"'
         )
     return prompt.target
 

@@ -62,7 +62,8 @@ class Caller:
                 raise CancelledError
             self._given_up = answer
             late = TimeoutError(f"the call took longer than reward.timeout_s={self._timeout_s:g}")
-            late.add_note(f"It is here:\n{self._where()}")
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            late.add_note(f"It is here:\n{''.join(traceback.format_stack(frame))}")
             raise late
 
     def close(self, patience_s: float) -> None:
@@ -77,19 +78,12 @@ class Caller:
         if ended:
             self._turn.release()
 
-    def _where(self) -> str:
-        """Returns the stack of the thread."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame))
-
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
-            self._answer(*call)
-            del call  # or its samples would stay until the next one
-
-    def _answer(self, answer: Future[Any], arguments: tuple[Any, ...]) -> None:
-        try:
-            answer.set_result(self._function(*arguments))
-        # In a thread, SystemExit and the like mean the call, and not the process.
-        except BaseException as error:
-            answer.set_exception(error)
+            answer, arguments = call
+            try:
+                answer.set_result(self._function(*arguments))
+            # In a thread, SystemExit and the like mean the call, and not the process.
+            except BaseException as error:
+                answer.set_exception(error)
+            del call, answer, arguments  # or its samples would stay until the next one

@@ -22,12 +22,7 @@ def collect_rewards(
     """Waits for the rewards of this process's samples, in their order.
 
     A process without samples takes part with empty columns, so names and reductions agree.
-
-    Args:
-      manager: scores the samples.
-      handles: what `RewardManager.submit` returned.
-      processes: the processes of the run.
-      grouped: whether the samples were submitted as groups.
+    `grouped` says whether the samples were submitted as groups.
 
     Raises:
       RewardError: on all processes, if too many samples have no reward.

@@ -10,6 +10,7 @@ import numpy as np
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import read_picture
 from flowgrpo_rc.rewards.backbones.vlm_reward import VlmReward
+from flowgrpo_rc.rewards.base import prompt_name
 
 
 class EditReward(VlmReward):
@@ -22,5 +23,5 @@ class EditReward(VlmReward):
     def pictures(self, sample: np.ndarray, prompt: Prompt) -> list[np.ndarray]:
         """Returns the source, the first image of the prompt, and the result."""
         if not prompt.images:
-            raise ValueError(f"prompt {prompt.index} ({prompt.text!r}) has no image to compare")
+            raise ValueError(f"{prompt_name(prompt)} has no image to compare")
         return [read_picture(prompt.images[0]), sample]

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.base import Reward, Scores, target_of
 
 
+@dataclass(kw_only=True, eq=False)
 class ExactMatch(Reward):
     """1 if the response equals the prompt's target, else 0.
 
     The part `contains` is 1 if the target occurs in the response.
-
-    Args:
-      ignore_case: compare without regard to case.
-      strip: first remove white space around the response and the target.
     """
 
     kind = "text"
     part_names = ("contains",)
     requires_target = True
 
-    def __init__(self, *, ignore_case: bool = False, strip: bool = True) -> None:
-        self.ignore_case = ignore_case
-        self.strip = strip
+    ignore_case: bool = False
+    strip: bool = True  # first remove white space around the response and the target
 
     def __call__(self, samples: Sequence[str], prompts: Sequence[Prompt]) -> Scores:
-        pairs = [
-            (self._normalize(text), self._normalize(target_of(prompt)))
-            for text, prompt in zip(samples, prompts, strict=True)
-        ]
+        texts = map(self._normalize, samples)
+        targets = [self._normalize(target_of(prompt)) for prompt in prompts]
+        pairs = [*zip(texts, targets, strict=True)]
         return Scores(
             values=[float(text == target) for text, target in pairs],
             parts={"contains": [float(target in text) for text, target in pairs]},

@@ -37,11 +37,7 @@ class Function(Reward):
         _check_parameters(self._score, path)
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(
-            values=[
-                self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
-            ]
-        )
+        return Scores(values=[self._score(*pair) for pair in zip(samples, prompts, strict=True)])
 
 
 def give(name: str, score: Score) -> str:
@@ -52,17 +48,14 @@ def give(name: str, score: Score) -> str:
     """
     if not callable(score):
         raise ValueError(f"rewards[{name!r}]={score!r} is no function (sample, prompt) -> number")
-    if _is_importable(score):
+    if (
+        isinstance(score, FunctionType)
+        and score.__module__ not in ("__main__", None)
+        and vars(sys.modules[score.__module__]).get(score.__name__) is score
+    ):
         return f"{score.__module__}:{score.__name__}"
     _given[name] = score
     return f"{GIVEN}{name}"
-
-
-def _is_importable(score: Score) -> bool:
-    """Returns whether another process finds this function by its module and its name."""
-    if not isinstance(score, FunctionType) or score.__module__ in ("__main__", None):
-        return False
-    return vars(sys.modules[score.__module__]).get(score.__name__) is score
 
 
 def _given_at(path: str) -> Score:
@@ -76,7 +69,6 @@ def _given_at(path: str) -> Score:
 
 
 def _check_parameters(score: Callable[..., Any], path: str) -> None:
-    """Raises ValueError for a function that cannot be called as score(sample, prompt)."""
     try:
         parameters = inspect.signature(score)
     except ValueError:  # functions in C need not have a signature

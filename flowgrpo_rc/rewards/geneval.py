@@ -12,17 +12,17 @@ and its answer holds the objects of each image, the most certain first; a colour
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
 from typing import Any
 
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
+from flowgrpo_rc.rewards.base import Reward, Scores, batches, check_at_least_one, prompt_name
+from flowgrpo_rc.rewards.http.client import JsonClient
 from flowgrpo_rc.rewards.http.wire import encode_png
 
 PATH = "/v1/detect"
@@ -32,9 +32,9 @@ POSITIONS = ("left of", "right of", "above", "below")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """An object that the detector found in an image; `name` is its class."""
+    """An object that the detector found in an image."""
 
-    name: str
+    name: str  # its class
     box: tuple[float, float, float, float]  # left, top, right, bottom in pixels; y grows downwards
     color: str | None = None  # None if the detector names none
 
@@ -54,31 +54,23 @@ class GenEval(Reward):
     Args:
       url: address of the detector.
       batch_size: images in one request.
-      connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
-        `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
-        requests of one chunk of samples together.
+      connection: the other options of `JsonClient`. Its deadline is for one chunk of samples.
     """
 
     part_names = ("strict",)
 
     def __init__(self, *, url: str, batch_size: int = 16, **connection: Any) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r} must be at least 1")
+        check_at_least_one(batch_size=batch_size)
         self._batch_size = batch_size
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         wanted = [_wishes(prompt) for prompt in prompts]
         pngs = [encode_png(image) for image in samples]
-        chunks = [
-            pngs[start : start + self._batch_size]
-            for start in range(0, len(pngs), self._batch_size)
-        ]
+        chunks = [pngs[rows] for rows in batches(len(pngs), self._batch_size)]
+        answers = self._client.post_each(PATH, [{"images": chunk} for chunk in chunks])
         found: list[list[Found]] = []
-        answers = self._client.post_all(PATH, [{"images": chunk} for chunk in chunks])
         for answer, chunk in zip(answers, chunks, strict=True):
-            if isinstance(answer, ServerError):
-                raise answer
             found += _objects(answer, len(chunk))
         met = [
             [degree(wish, include, objects) for wish in (*include, *exclude)]
@@ -125,10 +117,8 @@ def degree(wish: Wish, include: Sequence[Wish], objects: Sequence[Found]) -> flo
         side, index = wish.position
         named = [found for found in objects if found.name == include[index].name]
         others = named[: include[index].count]
-        placed = [
-            bool(others) and all(side in sides(found, other) for other in others) for found in own
-        ]
-        properties.append(sum(placed) / wish.count)
+        placed = [all(side in sides(found, other) for other in others) for found in own]
+        properties.append(sum(placed) / wish.count if others else 0.0)
     if not properties:
         return there
     return (there + sum(properties) / len(properties)) / 2
@@ -140,7 +130,7 @@ def sides(one: Found, other: Found) -> set[str]:
     left_2, top_2, right_2, bottom_2 = other.box
     x = (left + right) / 2 - (left_2 + right_2) / 2
     y = (top + bottom) / 2 - (top_2 + bottom_2) / 2
-    distance = hypot(x, y)
+    distance = math.hypot(x, y)
     if not distance:
         return set()
     x = _beyond(x, NEAR * (right - left + (right_2 - left_2)))
@@ -154,32 +144,23 @@ def _beyond(offset: float, margin: float) -> float:
     """Returns by how much an offset exceeds a margin, with its sign; 0 within the margin."""
     if abs(offset) <= margin:
         return 0.0
-    return offset - margin if offset > 0 else offset + margin
+    return offset - math.copysign(margin, offset)
 
 
 def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
     """Reads `include` and `exclude`. ValueError if a prompt lacks them or holds something else."""
-    where = f"prompt {prompt.index} ({prompt.text!r})"
-    match prompt.metadata.get("include"):
-        case [_, *_] as rows:
-            include = [_wish(row, where, excluded=False) for row in rows]
-        case _:
-            raise ValueError(
-                f"{where} has no field include with the objects that geneval looks for"
-            )
+    where = prompt_name(prompt)
+    wanted = prompt.metadata.get("include")
     unwanted = prompt.metadata.get("exclude") or []
-    if not isinstance(unwanted, list):
-        raise ValueError(f"{where}: exclude must be a list")
-    wishes = include, [_wish(row, where, excluded=True) for row in unwanted]
+    if not isinstance(wanted, list) or not wanted or not isinstance(unwanted, list):
+        raise ValueError(f"{where}: include must be a list of objects, and exclude one or nothing")
+    include = [_wish(row, where, excluded=False) for row in wanted]
     for wish in include:
-        if wish.position is not None and not (
-            wish.position[0] in POSITIONS and 0 <= wish.position[1] < len(include)
-        ):
-            raise ValueError(
-                f"{where}: position {list(wish.position)}: give one of {', '.join(POSITIONS)} and "
-                "an index"
-            )
-    return wishes
+        side, index = wish.position or (POSITIONS[0], 0)
+        if side not in POSITIONS or not 0 <= index < len(include):
+            sides = ", ".join(POSITIONS)
+            raise ValueError(f"{where}: position {wish.position}: give one of {sides} and an index")
+    return include, [_wish(row, where, excluded=True) for row in unwanted]
 
 
 def _wish(row: Any, where: str, *, excluded: bool) -> Wish:
@@ -208,10 +189,9 @@ def _objects(answer: Any, count: int) -> list[list[Found]]:
 
 def _found(row: Any) -> Found:
     match row:
-        case {
-            "class": str(name),
-            "box": [int() | float(), int() | float(), int() | float(), int() | float()] as box,
-        }:
+        case {"class": str(name), "box": [_, _, _, _] as box} if all(
+            type(side) in (int, float) for side in box
+        ):
             color = row.get("color")
             return Found(name=name, box=tuple(box), color=color if isinstance(color, str) else None)
     raise ValueError("an object of the answer has no class or no box of four numbers")

@@ -27,46 +27,34 @@ class Groups(NamedTuple):
     size: int
 
 
-class Piece(NamedTuple):
-    """The samples of one group in a chunk, and the prompt of each."""
+class Member(NamedTuple):
+    """A sample of a group."""
 
     group: int
-    samples: Any
-    prompts: Sequence[Prompt]
+    sample: Any
+    prompt: Prompt
 
 
-def pieces_of(samples: Any, prompts: Sequence[Prompt], groups: Groups) -> list[Piece]:
-    """Cuts a chunk where one group ends and the next begins."""
-    pieces = []
-    start = 0
-    for group, run in groupby(groups.of):
-        stop = start + len(list(run))
-        pieces.append(Piece(group=group, samples=samples[start:stop], prompts=prompts[start:stop]))
-        start = stop
-    return pieces
-
-
-def whole_groups(pieces: Sequence[Piece], size: int) -> Iterator[Piece]:
-    """Joins the pieces of each group, in order.
+def whole_groups(members: Sequence[Member], size: int) -> Iterator[tuple[Any, list[Prompt]]]:
+    """Yields samples and prompts of each group, in order.
 
     Raises:
       ValueError: a group has another number of samples than `size`.
     """
-    for group, run in groupby(pieces, lambda piece: piece.group):
-        parts = list(run)
-        prompts = [prompt for part in parts for prompt in part.prompts]
-        if len(prompts) != size:
+    for group, run in groupby(members, lambda member: member.group):
+        own = list(run)
+        if len(own) != size:
             raise ValueError(
-                f"{len(prompts)} samples of group {group} have arrived, and a reward that compares "
-                f"a group needs all {size} (rollout.n) together"
+                f"{len(own)} samples of group {group} have arrived, and a reward that compares a "
+                f"group needs all {size} (rollout.n) together"
             )
-        yield Piece(group=group, samples=_joined([part.samples for part in parts]), prompts=prompts)
+        yield _joined([member.sample for member in own]), [member.prompt for member in own]
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    match parts[0]:
+def _joined(samples: list[Any]) -> Any:
+    match samples[0]:
         case np.ndarray():
-            return np.concatenate(parts)
+            return np.stack(samples)
         case Tensor():
-            return torch.cat(list(parts))
-    return [text for part in parts for text in part]
+            return torch.stack(samples)
+    return samples

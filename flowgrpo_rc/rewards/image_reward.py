@@ -6,6 +6,7 @@ Reference: ImageReward, https://arxiv.org/abs/2304.05977.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from flowgrpo_rc.rewards.backbones.checkpoint import (
     load_tokenizer,
     resolve_device,
 )
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Reward, Scores, batches
 
 # Mean and standard deviation of the scores of the authors' data.
 MEAN = 0.16717362830052426
@@ -40,37 +41,31 @@ class _LoadedImageReward(NamedTuple):
     tokenizer: Any
 
 
+@dataclass(kw_only=True, eq=False)
 class ImageReward(Reward):
     """ImageReward's score, standardised with its authors' mean and deviation, about -2 to 2.
 
-    Args:
-      path: the folder that `examples/convert_reward.py image_reward` makes from the published
-        checkpoint: the configuration of a BLIP, a BERT tokenizer, and model.safetensors with the
-        names `vision_model.*`, `text_encoder.*` and `layers.*` (the head).
-      device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
-      dtype: fp32, bf16 or fp16.
-      batch_size: images in one forward.
+    `path` is the folder that `examples/convert_reward.py image_reward` makes from the published
+    checkpoint: the configuration of a BLIP, a BERT tokenizer, and model.safetensors with the names
+    `vision_model.*`, `text_encoder.*` and `layers.*` (the head).
     """
 
     num_parameters = 445_278_720  # BLIP with a ViT-L/16
 
-    def __init__(
-        self, *, path: str, device: str = "auto", dtype: str = "fp32", batch_size: int = 16
-    ) -> None:
-        self._folder = converted_folder(path, FILES, "image_reward")
-        check_loading(device=device, dtype=dtype, batch_size=batch_size)
-        self._device = device
-        self._dtype = DTYPES[dtype]
-        self._batch_size = batch_size
+    path: str
+    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
+    dtype: str = "fp32"  # or bf16, fp16
+    batch_size: int = 16  # images in one forward
+
+    def __post_init__(self) -> None:
+        self._folder = converted_folder(self.path, FILES, "image_reward")
+        check_loading(device=self.device, dtype=self.dtype, batch_size=self.batch_size)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        values: list[float] = []
-        for start in range(0, len(samples), self._batch_size):
-            stop = start + self._batch_size
-            values += self._score(
-                samples[start:stop], [p.text for p in prompts[start:stop]]
-            ).tolist()
-        return Scores(values=values)
+        texts = [prompt.text for prompt in prompts]
+        rows = batches(len(samples), self.batch_size)
+        scores = torch.cat([self._score(samples[each], texts[each]) for each in rows])
+        return Scores(values=scores.tolist())
 
     @torch.inference_mode()
     def _score(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
@@ -78,7 +73,7 @@ class ImageReward(Reward):
         pixels = loaded.images(
             list(images), return_tensors="pt", input_data_format="channels_last"
         ).pixel_values
-        seen = loaded.vision(pixels.to(loaded.vision.device, self._dtype)).last_hidden_state
+        seen = loaded.vision(pixels.to(loaded.vision.device, loaded.vision.dtype)).last_hidden_state
         tokens = loaded.tokenizer(
             list(texts),
             padding="max_length",
@@ -96,33 +91,25 @@ class ImageReward(Reward):
 
     @cached_property
     def _loaded(self) -> _LoadedImageReward:
-        from transformers import (
-            BlipConfig,
-            BlipTextModel,
-            BlipVisionModel,
-            CLIPImageProcessorPil,
-        )
+        from transformers import BlipConfig, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
 
         config = BlipConfig.from_pretrained(self._folder)
         tensors = load_file(self._folder / "model.safetensors")
-        size = config.vision_config.image_size
+        vision = BlipVisionModel(config.vision_config)
+        text = BlipTextModel(config.text_config, add_pooling_layer=False)
+        side = config.vision_config.image_size
+        size = {"shortest_edge": side}
         return _LoadedImageReward(
-            self._filled(BlipVisionModel(config.vision_config), tensors, "vision_model."),
-            self._filled(
-                BlipTextModel(config.text_config, add_pooling_layer=False), tensors, "text_encoder."
-            ),
+            self._filled(vision, tensors, "vision_model."),
+            self._filled(text, tensors, "text_encoder."),
             linear_head(tensors),
-            CLIPImageProcessorPil(
-                size={"shortest_edge": size}, crop_size={"height": size, "width": size}
-            ),
+            CLIPImageProcessorPil(size=size, crop_size={"height": side, "width": side}),
             load_tokenizer(self._folder),
         )
 
     def _filled(self, module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> nn.Module:
-        own = {
-            name.removeprefix(prefix): value
-            for name, value in tensors.items()
-            if name.startswith(prefix)
-        }
-        module.load_state_dict(own)
-        return module.to(resolve_device(self._device), self._dtype).requires_grad_(False).eval()
+        own = {name: value for name, value in tensors.items() if name.startswith(prefix)}
+        module.load_state_dict({name.removeprefix(prefix): own[name] for name in own})
+        return (
+            module.to(resolve_device(self.device), DTYPES[self.dtype]).requires_grad_(False).eval()
+        )

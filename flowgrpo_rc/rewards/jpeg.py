@@ -25,9 +25,6 @@ class Jpeg(Reward):
     Args:
       objective: "compressibility" for minus the size, "incompressibility" for the size.
       quality: quality of the JPEG encoder, 1 to 95.
-
-    Raises:
-      ValueError: the objective is unknown or the quality out of range.
     """
 
     def __init__(self, *, objective: str = "compressibility", quality: int = 95) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import read_picture
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Reward, Scores, prompt_name
 
 _FULL = 0.5  # from this share of ink on, a pixel belongs to a letter
 _EMPTY = 0.05  # up to this share it belongs to the background
@@ -37,13 +37,9 @@ class LetterColour(Reward):
     part_names = ("painted", "kept")
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        """Scores images [N, H, W, 3]. NaN if a source has no letters.
-
-        Raises:
-          ValueError: a prompt has no image or no colour.
-        """
+        """Scores images [N, H, W, 3]; NaN if a source has no letters."""
         parts = [_score(image, prompt) for image, prompt in zip(samples, prompts, strict=True)]
-        painted, kept = ([part[i] for part in parts] for i in range(2))
+        painted, kept = zip(*parts, strict=True)
         return Scores(values=[a * b for a, b in parts], parts={"painted": painted, "kept": kept})
 
 
@@ -70,12 +66,11 @@ def wanted_picture(source: np.ndarray, colour: Sequence[float]) -> tuple[np.ndar
 
 
 def _score(image: np.ndarray, prompt: Prompt) -> tuple[float, float]:
-    where = f"prompt {prompt.index} ({prompt.text!r})"
     colour = prompt.metadata.get("colour")
     if not prompt.images or not isinstance(colour, Sequence) or len(colour) != 3:
         raise ValueError(
-            f'letter_colour needs an image and the key "colour": [red, green, blue]; {where} has '
-            f"{len(prompt.images)} images and colour={colour!r}"
+            f"{prompt_name(prompt)} has {len(prompt.images)} images and {colour=}: it needs "
+            'an image and "colour": [red, green, blue]'
         )
     source = read_picture(prompt.images[0])
     if source.shape != image.shape:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, check_options, load_class
-from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers
+from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers, prompt_name
 from flowgrpo_rc.rewards.caller import Caller
-from flowgrpo_rc.rewards.groups import Groups, Piece, pieces_of, whole_groups
+from flowgrpo_rc.rewards.groups import Groups, Member, whole_groups
 
 PACKAGE = "flowgrpo_rc.rewards"
 PATIENCE_S = 10.0  # for the calls that run when the rewards are closed
@@ -63,23 +63,23 @@ class RewardHandle:
     """A chunk of samples that is being scored; `RewardManager.collect` waits for its rewards."""
 
     futures: Mapping[str, Future[_Outcome]]  # by term
-    pieces: Mapping[str, Sequence[Piece]]  # by term that compares groups; empty without groups
+    members: Mapping[str, Sequence[Member]]  # by term that compares groups; empty without groups
     group_size: int  # samples of a group; 0 without groups
     num_samples: int
 
 
 class _Term(NamedTuple):
-    """A reward and its weight in the sum."""
+    """A reward, its weight in the sum, and the keys of its columns: `name` and each `name/part`."""
 
     reward: Reward
     weight: float
+    keys: Sequence[str]
 
 
 class _Outcome(NamedTuple):
-    """The result of one reward for one chunk: float64, [N], NaN where it failed."""
+    """The result of one reward for one chunk: by key float64, [N], NaN where it failed."""
 
-    values: Tensor
-    parts: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]
     error: BaseException | None = None
 
 
@@ -107,31 +107,29 @@ def requires_target(config: RewardConfig) -> bool:
     return any(term.reward.requires_target for term in _build_terms(config).values())
 
 
+def needs_samples(config: RewardConfig) -> bool:
+    """Returns False if all rewards score latents; then nothing has to be decoded."""
+    return any(term.reward.kind != "latent" for term in _build_terms(config).values())
+
+
 def check_images(config: RewardConfig, condition_images: int) -> None:
     """Raises ValueError, naming the term, for a reward whose prompts have no images."""
     for name, term in _build_terms(config).items():
         if term.reward.requires_images and condition_images == 0:
             raise ValueError(
-                f"reward.terms.{name} looks at the images of the prompts, and "
-                "rollout.pipeline.condition_images=0 says that they have none: drop it with "
-                f"reward.terms.{name}=null, or train a model that edits images"
+                f"reward.terms.{name} looks at the images of the prompts, which have none by "
+                "rollout.pipeline.condition_images=0: set it, or drop the reward by null"
             )
-
-
-def needs_samples(config: RewardConfig) -> bool:
-    """Returns False if all rewards score latents; then nothing has to be decoded."""
-    return any(term.reward.kind != "latent" for term in _build_terms(config).values())
 
 
 def check_kind(config: RewardConfig, *kinds: str) -> None:
     """Raises ValueError, naming the term, for a reward that scores none of the model's kinds."""
     for name, term in _build_terms(config).items():
         if term.reward.kind not in (*kinds, "any"):
-            made = " or ".join(f"{kind}s" for kind in kinds)
             raise ValueError(
-                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {made}: drop "
-                f"it with reward.terms.{name}=null and give a reward whose kind is "
-                f"{' or '.join((*kinds, 'any'))}, such as function"
+                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes "
+                f"{' or '.join(f'{kind}s' for kind in kinds)}: drop it with "
+                f"reward.terms.{name}=null and give one that scores these, such as function"
             )
 
 
@@ -188,11 +186,12 @@ class RewardManager:
           groups: the groups that the samples belong to; None for samples that are no groups, such
             as held-out ones, which rewards that compare groups leave out.
         """
-        for what, given in ((_kind_of(samples), samples), ("latents", latents)):
+        _check_samples(samples)
+        for what, given in (("samples", samples), ("latents", latents)):
             if given is not None and len(given) != len(prompts):
                 raise ValueError(f"{len(given)} {what} but {len(prompts)} prompts")
         futures = {}
-        pieces = {}
+        members = {}
         for name, term in self._terms.items():
             latent = term.reward.kind == "latent"
             scored = latents if latent else samples
@@ -202,10 +201,10 @@ class RewardManager:
             if not term.reward.groupwise:
                 futures[name] = self._executor.submit(self._score, name, scored, prompts)
             elif groups is not None:
-                pieces[name] = pieces_of(scored, prompts, groups)
+                members[name] = [*map(Member, groups.of, scored, prompts)]
         size = 0 if groups is None else groups.size
         return RewardHandle(
-            futures=futures, pieces=pieces, group_size=size, num_samples=len(prompts)
+            futures=futures, members=members, group_size=size, num_samples=len(prompts)
         )
 
     def collect(self, handles: Sequence[RewardHandle]) -> Rewards:
@@ -219,11 +218,11 @@ class RewardManager:
           ValueError: a group is not whole, and a reward compares groups.
         """
         grouped: dict[str, list[Future[_Outcome]]] = {}
-        for name in handles[0].pieces:
-            pieces = [piece for handle in handles for piece in handle.pieces[name]]
+        for name in handles[0].members:
+            members = [member for handle in handles for member in handle.members[name]]
             grouped[name] = [
-                self._executor.submit(self._score, name, group.samples, group.prompts)
-                for group in whole_groups(pieces, handles[0].group_size)
+                self._executor.submit(self._score, name, samples, prompts)
+                for samples, prompts in whole_groups(members, handles[0].group_size)
             ]
         parts: dict[str, Tensor] = {}
         for name in self.taking_part(grouped=bool(grouped)):
@@ -231,9 +230,8 @@ class RewardManager:
             outcomes = [future.result() for future in futures]
             for outcome in outcomes:
                 self._count(name, outcome)
-            parts[name] = torch.cat([outcome.values for outcome in outcomes])
-            for part in self._terms[name].reward.part_names:
-                parts[f"{name}/{part}"] = torch.cat([outcome.parts[part] for outcome in outcomes])
+            for key in self._terms[name].keys:
+                parts[key] = torch.cat([outcome.columns[key] for outcome in outcomes])
         weighted = [weight * parts[name] for name, weight in self.weights.items() if name in parts]
         if weighted:
             total = torch.stack(weighted).sum(0)
@@ -247,11 +245,8 @@ class RewardManager:
 
     def part_keys(self, *, grouped: bool) -> list[str]:
         """Returns the keys of `Rewards.parts` for such samples."""
-        return [
-            key
-            for name in self.taking_part(grouped=grouped)
-            for key in (name, *(f"{name}/{part}" for part in self._terms[name].reward.part_names))
-        ]
+        names = self.taking_part(grouped=grouped)
+        return [key for name in names for key in self._terms[name].keys]
 
     def count_failed(self, rewards: Rewards) -> dict[str, int]:
         """Returns, by term, how many of these samples it could not score."""
@@ -287,18 +282,17 @@ class RewardManager:
 
         A reward is foreign code, so whatever it raises becomes the failure of that chunk.
         """
-        part_names = self._terms[name].reward.part_names
+        term = self._terms[name]
         try:
-            scores = self._callers[name](samples, prompts)
-            return _checked(scores, part_names, prompts)
+            return _checked(self._callers[name](samples, prompts), term, prompts)
         except BaseException as error:
-            nothing = _nothing(len(prompts))
-            return _Outcome(nothing, dict.fromkeys(part_names, nothing), error)
+            return _Outcome(dict.fromkeys(term.keys, _nothing(len(prompts))), error)
 
     def _count(self, name: str, outcome: _Outcome) -> None:
         if outcome.error is None:
             return
-        count = int(outcome.values.isnan().sum())
+        values = outcome.columns[name]
+        count = int(values.isnan().sum())
         self.failures[name] += count
         is_foreign = not isinstance(outcome.error, _NotFinite)
         prefix = f"{type(outcome.error).__name__}: " if is_foreign else ""
@@ -309,7 +303,7 @@ class RewardManager:
             logger.warning(
                 "reward %r failed for %d of %d samples, which get no reward (this kind of failure "
                 "is logged once): %s",
-                *(name, count, len(outcome.values), self.last_error[name]),
+                *(name, count, len(values), self.last_error[name]),
                 exc_info=outcome.error if is_foreign else None,
             )
 
@@ -318,70 +312,56 @@ def _nothing(count: int) -> Tensor:
     return torch.full((count,), math.nan, dtype=torch.float64)
 
 
-def _kind_of(samples: Samples | None) -> str:
-    """Returns "images", "videos" or "texts". Raises ValueError for other samples."""
+def _check_samples(samples: Samples | None) -> None:
     if isinstance(samples, np.ndarray):
-        if samples.dtype != np.uint8 or samples.ndim not in (4, 5) or samples.shape[-1] != 3:
-            raise ValueError(
-                "videos must be [N, F, H, W, 3] uint8, images [N, H, W, 3] uint8, got "
-                f"{list(samples.shape)} {samples.dtype}"
-            )
-        return "images" if samples.ndim == 4 else "videos"
-    if isinstance(samples, str) or not all(isinstance(text, str) for text in samples or ()):
+        good = samples.dtype == np.uint8 and samples.ndim in (4, 5) and samples.shape[-1] == 3
+        found = f"{list(samples.shape)} {samples.dtype}"
+    else:
+        texts = samples or ()
+        good = not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
+        found = type(samples).__name__
+    if not good:
         raise ValueError(
-            "samples must be images [N, H, W, 3] uint8 or a list of texts, got "
-            f"{type(samples).__name__}"
+            "samples must be images [N, H, W, 3] uint8, videos [N, F, H, W, 3] uint8 or a list of "
+            f"texts, got {found}"
         )
-    return "texts"
 
 
 class _NotFinite(ValueError):
     """The reward of single samples is not finite; the other samples are fine."""
 
 
-def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt]) -> _Outcome:
+def _checked(scores: object, term: _Term, prompts: Sequence[Prompt]) -> _Outcome:
+    part_names = term.reward.part_names
     if not isinstance(scores, Scores):
         raise TypeError(f"it returned {type(scores).__name__} instead of Scores")
     if set(scores.parts) != set(part_names):
-        raise ValueError(
-            f"it returned the parts {sorted(scores.parts)} but declares "
-            f"part_names={sorted(part_names)}"
-        )
-    values = _column(scores.values, len(prompts))
-    parts = {part: _column(scores.parts[part], len(prompts)) for part in part_names}
-    bad = values.isnan().nonzero().flatten().tolist()
+        raise ValueError(f"it returned the parts {[*scores.parts]}, not {part_names=}")
+    columns = {}
+    returned = (scores.values, *(scores.parts[part] for part in part_names))
+    for key, given in zip(term.keys, returned, strict=True):
+        numbers = finite_numbers(given)
+        if len(numbers) != len(prompts):
+            raise ValueError(f"it returned {len(numbers)} scores for {len(prompts)} samples")
+        columns[key] = torch.tensor(numbers, dtype=torch.float64)
+    bad = columns[term.keys[0]].isnan().nonzero().flatten().tolist()
     if not bad:
-        return _Outcome(values, parts)
-    first = prompts[bad[0]]
+        return _Outcome(columns)
     why = scores.failure or f"{scores.values[bad[0]]!r} is no finite number"
-    error = _NotFinite(f"{why}, for prompt {first.index} ({first.text!r})")
-    return _Outcome(values, parts, error)
-
-
-def _column(values: Sequence[float] | np.ndarray | Tensor, length: int) -> Tensor:
-    """Returns float64 [length]; NaN in place of None and what is not finite."""
-    numbers = finite_numbers(values)
-    if len(numbers) != length:
-        raise ValueError(f"it returned {len(numbers)} scores for {length} samples")
-    return torch.tensor(numbers, dtype=torch.float64)
+    return _Outcome(columns, _NotFinite(f"{why}, for {prompt_name(prompts[bad[0]])}"))
 
 
 def _build_terms(config: RewardConfig) -> dict[str, _Term]:
-    terms = {
-        str(name): _build_term(str(name), term)
-        for name, term in config.terms.items()
-        if term is not None
-    }
+    given = {str(name): term for name, term in config.terms.items() if term is not None}
+    terms = {name: _build_term(name, term) for name, term in given.items()}
     if not terms:
-        raise ValueError(
-            "reward.terms is empty; give at least one, such as reward.terms.ocr.weight=1.0"
-        )
+        raise ValueError("reward.terms is empty; give one, such as reward.terms.ocr.weight=1.0")
     if not any(term.weight for term in terms.values()):
         raise ValueError("reward.terms: every weight is 0, so there is nothing to optimize")
     if not 1 <= config.num_workers <= len(terms):
         raise ValueError(
             f"reward.num_workers={config.num_workers} must be between 1 and the number of rewards, "
-            f"{len(terms)}: each reward scores one chunk at a time"
+            f"{len(terms)}"
         )
     if not 0.0 <= config.max_failed_fraction <= 1.0:
         raise ValueError(
@@ -397,10 +377,7 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
 def _build_term(name: str, term: object) -> _Term:
     where = f"reward.terms.{name}"
     if not isinstance(term, Mapping):
-        raise ValueError(
-            f"{where}={term!r} must be a mapping such as {{weight: 1.0}}, or null to drop the "
-            "reward"
-        )
+        raise ValueError(f"{where}={term!r} must be a mapping such as {{weight: 1.0}}, or null")
     options = {str(key): value for key, value in term.items()}
     weight = options.pop("weight", 1.0)
     target = options.pop("_target_", name)
@@ -416,4 +393,5 @@ def _build_term(name: str, term: object) -> _Term:
         raise ValueError(
             f"{where}: {type(reward).__name__}.kind={reward.kind!r}: allowed are {', '.join(KINDS)}"
         )
-    return _Term(reward=reward, weight=float(weight))
+    keys = [name, *(f"{name}/{part}" for part in reward.part_names)]
+    return _Term(reward=reward, weight=float(weight), keys=keys)

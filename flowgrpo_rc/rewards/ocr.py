@@ -19,7 +19,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Reward, Scores, target_of
+from flowgrpo_rc.rewards.base import Reward, Scores, check_at_least_one, target_of
 
 if TYPE_CHECKING:
     from rapidocr import RapidOCR
@@ -29,23 +29,16 @@ DETECTION = ("auto", "always", "never")
 LINE_HEIGHT = 48
 # Pixels at that height; narrower input loses letters.
 MIN_LINE_WIDTH = 96
-PARTS = ("edit", "substring", "exact")
+PARTS = ("edit", "substring", "exact")  # of OcrScore, in its order
 
 
 class OcrScore(NamedTuple):
-    """The scores of one recognised text, each from 0 to 1.
+    """The scores of one recognised text, each from 0 to 1."""
 
-    Attributes:
-      reward: 1 if the target occurs in the text, else `edit`.
-      edit: 1 - edit distance / length of the target, at least 0.
-      substring: 1 if the target occurs in the text, else 0.
-      exact: 1 if the text equals the target, else 0.
-    """
-
-    reward: float
-    edit: float
-    substring: float
-    exact: float
+    reward: float  # 1 if the target occurs in the text, else `edit`
+    edit: float  # 1 - edit distance / length of the target, at least 0
+    substring: float  # 1 if the target occurs in the text, else 0
+    exact: float  # 1 if the text equals the target, else 0
 
 
 def ocr_score(text: str, target: str) -> OcrScore:
@@ -55,36 +48,26 @@ def ocr_score(text: str, target: str) -> OcrScore:
         d = 0 if the target occurs in the text, else min(Levenshtein distance, len(target))
 
     The substring rule also rewards gibberish around the target. The other three scores show that.
-
-    Raises:
-      ValueError: nothing but spaces in the target.
+    The target is not blank.
     """
     text = text.replace(" ", "").lower()
     target = target.replace(" ", "").lower()
-    if not target:
-        raise ValueError("ocr_score: the target text is empty")
     edit = 1.0 - min(Levenshtein.distance(text, target), len(target)) / len(target)
     substring = target in text
-    return OcrScore(
-        reward=1.0 if substring else edit,
-        edit=edit,
-        substring=float(substring),
-        exact=float(text == target),
-    )
+    return OcrScore(1.0 if substring else edit, edit, float(substring), float(text == target))
 
 
 def ocr_scores(
     texts: Sequence[str | None], prompts: Sequence[Prompt], *, failure: str = ""
 ) -> Scores:
     """Returns the `ocr_score` of what was read for each prompt; NaN where nothing was, None."""
-    none = OcrScore(*[math.nan] * 4)
-    targets = [target_of(prompt) for prompt in prompts]
+    nothing = OcrScore(*[math.nan] * 4)
     rows = [
-        none if text is None else ocr_score(text, target)
-        for text, target in zip(texts, targets, strict=True)
+        nothing if text is None else ocr_score(text, target_of(prompt))
+        for text, prompt in zip(texts, prompts, strict=True)
     ]
-    parts = {name: [getattr(row, name) for row in rows] for name in PARTS}
-    return Scores(values=[row.reward for row in rows], parts=parts, failure=failure)
+    values, *parts = map(list, zip(*rows, strict=True))
+    return Scores(values=values, parts=dict(zip(PARTS, parts, strict=True)), failure=failure)
 
 
 class OCR(Reward):
@@ -106,9 +89,7 @@ class OCR(Reward):
     def __init__(self, *, detection: str = "auto", threads: int = 1, batch_size: int = 1) -> None:
         if detection not in DETECTION:
             raise ValueError(f"detection={detection!r} is not one of {', '.join(DETECTION)}")
-        for name, value in (("threads", threads), ("batch_size", batch_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value!r} must be at least 1")
+        check_at_least_one(threads=threads, batch_size=batch_size)
         self.detection = detection
         self.threads = min(threads, os.cpu_count() or 1)
         self.batch_size = batch_size

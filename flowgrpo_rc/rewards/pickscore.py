@@ -18,6 +18,7 @@ class PickScore(ClipReward):
     """
 
     num_parameters = 986_109_441  # CLIP ViT-H/14
+    is_scaled = True
 
     def __init__(
         self,
@@ -27,6 +28,3 @@ class PickScore(ClipReward):
         **options: Any,
     ) -> None:
         super().__init__(path=path, processor=processor, **options)
-
-    def _scale(self) -> float:
-        return self._clip.logit_scale()

@@ -10,8 +10,8 @@ from typing import Any
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
+from flowgrpo_rc.rewards.base import Reward, Scores, batches, check_at_least_one
+from flowgrpo_rc.rewards.http.client import JsonClient
 from flowgrpo_rc.rewards.http.wire import PATH, decode_scores, encode
 
 
@@ -24,9 +24,7 @@ class Remote(Reward):
       requires_target: True if every prompt must have a target text.
       batch_size: samples in one request.
       concurrency: requests at the same time.
-      connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
-        `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
-        requests of one chunk of samples together.
+      connection: the other options of `JsonClient`. Its deadline is for one chunk of samples.
     """
 
     kind = "any"
@@ -41,10 +39,7 @@ class Remote(Reward):
         concurrency: int = 1,
         **connection: Any,
     ) -> None:
-        if batch_size < 1 or concurrency < 1:
-            raise ValueError(
-                f"batch_size={batch_size!r} and concurrency={concurrency!r} must be at least 1"
-            )
+        check_at_least_one(batch_size=batch_size, concurrency=concurrency)
         if isinstance(part_names, str):
             raise ValueError(f"part_names={part_names!r}: give a list, such as [{part_names}]")
         self.part_names = tuple(part_names)
@@ -62,15 +57,13 @@ class Remote(Reward):
                 )
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
-        starts = range(0, len(prompts), self._batch_size)
-        chunks = [slice(start, start + self._batch_size) for start in starts]
+        chunks = batches(len(prompts), self._batch_size)
         bodies = [encode(samples[chunk], prompts[chunk]) for chunk in chunks]
-        answers = self._client.post_all(PATH, bodies, concurrency=self._concurrency)
-        found = []
-        for answer, chunk in zip(answers, chunks, strict=True):
-            if isinstance(answer, ServerError):
-                raise answer
-            found.append(decode_scores(answer, self.part_names, len(prompts[chunk])))
+        answers = self._client.post_each(PATH, bodies, concurrency=self._concurrency)
+        found = [
+            decode_scores(answer, self.part_names, len(prompts[chunk]))
+            for answer, chunk in zip(answers, chunks, strict=True)
+        ]
         return Scores(
             values=[value for scores in found for value in scores.values],
             parts={

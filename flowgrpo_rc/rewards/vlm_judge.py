@@ -9,16 +9,16 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import read_picture
-from flowgrpo_rc.rewards.backbones.frames import check_every
-from flowgrpo_rc.rewards.base import Scores
+from flowgrpo_rc.rewards.base import Scores, check_at_least_one
 from flowgrpo_rc.rewards.vlm.base import Question
-from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, check_template, failure_of, filled
+from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, failure_of
 
 QUESTION = (
     'This was made for the prompt "{prompt}". How well does it show what the prompt says, and how '
     "good does it look? Answer with one number from {low} (not at all) to {high} (perfectly), and "
     "with nothing else."
 )
+NAMES = ("prompt", "target", "low", "high")  # that may stand in a question, in braces
 KINDS = ("image", "video")
 EVERY = 8  # distance between the frames of a video that are shown
 
@@ -57,32 +57,31 @@ class VlmJudge(AsksVlm):
         source: bool = False,
         **vlm: Any,
     ) -> None:
-        check_template(question, ("prompt", "target", "low", "high"))
         if kind not in KINDS:
-            raise ValueError(f"kind={kind!r}: allowed are {', '.join(KINDS)}")
+            raise ValueError(f"{kind=}: allowed are {', '.join(KINDS)}")
         if kind == "image" and every is not None:
-            raise ValueError(f"every={every!r} is for videos: give kind=video, or leave it out")
+            raise ValueError(f"{every=} is for videos: give kind=video, or leave it out")
         self.kind = kind
         self.requires_images = source
         self.requires_target = "{target}" in question
         self._every = EVERY if every is None else every
-        check_every(self._every)
-        self._question = question
+        check_at_least_one(every=self._every)
         self._low = low
         self._high = high
         super().__init__(vlm)
-        self._judge = Judge(self._vlm, parse=parse, low=low, high=high, attempts=attempts)
+        self._judge = Judge(
+            self._vlm, question, NAMES, parse=parse, low=low, high=high, attempts=attempts
+        )
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         questions = [
-            Question(pictures=self._pictures(sample, prompt), text=self._text(prompt))
+            Question(pictures=self._pictures(sample, prompt), text=self._judge.text(prompt))
             for sample, prompt in zip(samples, prompts, strict=True)
         ]
         verdicts = self._judge.ask(questions)
+        scale = self._high - self._low
         return Scores(
-            values=[
-                (verdict.number - self._low) / (self._high - self._low) for verdict in verdicts
-            ],
+            values=[(verdict.number - self._low) / scale for verdict in verdicts],
             parts={
                 "unanswered": [float(bool(verdict.failure)) for verdict in verdicts],
                 "repeats": [float(verdict.repeats) for verdict in verdicts],
@@ -94,12 +93,3 @@ class VlmJudge(AsksVlm):
         images = prompt.images if self.requires_images else ()
         made = [sample] if self.kind == "image" else list(sample[:: self._every])
         return [*map(read_picture, images), *made]
-
-    def _text(self, prompt: Prompt) -> str:
-        values = {
-            "prompt": prompt.text,
-            "target": prompt.target or "",
-            "low": f"{self._low:g}",
-            "high": f"{self._high:g}",
-        }
-        return filled(self._question, values)

@@ -13,8 +13,9 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.base import Scores, target_of
+from flowgrpo_rc.rewards.http.client import ServerError
 from flowgrpo_rc.rewards.ocr import OCR, ocr_scores
-from flowgrpo_rc.rewards.vlm.base import Question, VlmError
+from flowgrpo_rc.rewards.vlm.base import Question
 from flowgrpo_rc.rewards.vlm.judge import AsksVlm
 
 INSTRUCTION = (
@@ -26,7 +27,7 @@ INSTRUCTION = (
 class VlmOCR(AsksVlm):
     """The `ocr_score` of what the model reads, with the parts of the `ocr` reward.
 
-    An image without an answer has no score; a VlmError is raised if none has one.
+    An image without an answer has no score; a ServerError is raised if none has one.
 
     Args:
       instruction: what the model is told to do.
@@ -43,18 +44,18 @@ class VlmOCR(AsksVlm):
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         for prompt in prompts:  # before the model is asked
             target_of(prompt)
-        answers = self._vlm.answer(
-            [Question(pictures=[image], text=self._instruction) for image in samples]
-        )
-        failures = [answer for answer in answers if isinstance(answer, VlmError)]
-        if len(failures) == len(answers):
+        questions = [Question(pictures=[image], text=self._instruction) for image in samples]
+        texts: list[str | None] = []
+        failures = []
+        for answer in self._vlm.answer(questions):
+            if isinstance(answer, ServerError):
+                failures.append(answer)
+                texts.append(None)
+            else:  # several lines are one text, as with `ocr`
+                texts.append("".join(answer.text.split()))
+        if len(failures) == len(texts):
             raise failures[0]
-        # An answer of several lines is one text, as that of `ocr` is.
-        texts = [
-            None if isinstance(answer, VlmError) else "".join(answer.text.split())
-            for answer in answers
-        ]
         failure = ""
         if failures:
-            failure = f"{len(failures)} of {len(answers)} images have no answer: {failures[0]}"
+            failure = f"{len(failures)} of {len(texts)} images have no answer: {failures[0]}"
         return ocr_scores(texts, prompts, failure=failure)

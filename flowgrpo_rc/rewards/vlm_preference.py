@@ -15,13 +15,14 @@ import numpy as np
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.base import Scores
 from flowgrpo_rc.rewards.vlm.base import Question
-from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, check_template, failure_of, filled
+from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, failure_of
 
 QUESTION = (
     'Both images were made for the prompt "{prompt}". Which one shows what the prompt says better, '
     "and looks better? Answer with 1 for the first, 2 for the second or 0 if they are equally "
     "good, and with nothing else."
 )
+NAMES = ("prompt", "target")  # that may stand in a question, in braces
 # The share of a win that the first image of a pair gets, by the judge's answer.
 OUTCOMES = {0.0: 0.5, 1.0: 1.0, 2.0: 0.0}
 
@@ -59,21 +60,20 @@ class VlmPreference(AsksVlm):
         both_orders: bool = True,
         **vlm: Any,
     ) -> None:
-        check_template(question, ("prompt", "target"))
         if neighbours is not None and neighbours < 1:
-            raise ValueError(f"neighbours={neighbours!r} must be at least 1, or null for all pairs")
+            raise ValueError(f"{neighbours=} must be at least 1, or null for all pairs")
         self.requires_target = "{target}" in question
-        self._question = question
         self._neighbours = neighbours
         self._both_orders = both_orders
         super().__init__(vlm)
-        self._judge = Judge(self._vlm, parse=parse, low=0, high=2, attempts=attempts)
+        self._judge = Judge(
+            self._vlm, question, NAMES, parse=parse, low=0, high=2, attempts=attempts
+        )
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         if len({prompt.index for prompt in prompts}) != 1:
             raise ValueError("samples of several prompts cannot be compared; give one group")
-        values = {"prompt": prompts[0].text, "target": prompts[0].target or ""}
-        text = filled(self._question, values)
+        text = self._judge.text(prompts[0])
         pairs = pairs_of(len(samples), self._neighbours)
         asked = [*pairs, *[(j, i) for i, j in pairs]] if self._both_orders else pairs
         verdicts = self._judge.ask(
@@ -81,13 +81,20 @@ class VlmPreference(AsksVlm):
         )
         # The first image's share of a win; NaN for an answer that is none of the three.
         shares = np.array([OUTCOMES.get(verdict.number, math.nan) for verdict in verdicts])
-        wins, unanswered = _win_rates(len(samples), asked, shares)
-        contradicted = np.zeros(len(samples))
+        count = len(samples)
+        answered = ~np.isnan(shares)
+        wins = _mean_of_each(count, asked, np.stack([shares, 1 - shares]))
+        contradicted = np.zeros(len(pairs))
         if self._both_orders:
-            contradicted = _contradicted(len(samples), pairs, shares)
+            forth, back = np.split(shares, 2)
+            contradicted = ~np.isclose(forth, 1 - back) & answered.reshape(2, -1).all(0)
+        parts = {
+            "unanswered": 1 - np.nan_to_num(_mean_of_each(count, asked, answered)),
+            "contradicted": np.nan_to_num(_mean_of_each(count, pairs, contradicted)),
+        }
         return Scores(
             values=wins.tolist(),
-            parts={"unanswered": unanswered.tolist(), "contradicted": contradicted.tolist()},
+            parts={name: part.tolist() for name, part in parts.items()},
             failure=failure_of(verdicts),
         )
 
@@ -100,30 +107,14 @@ def pairs_of(count: int, neighbours: int | None) -> list[tuple[int, int]]:
     return list(dict.fromkeys((min(pair), max(pair)) for pair in ring))
 
 
-def _win_rates(
-    count: int, asked: Sequence[tuple[int, int]], shares: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each sample's mean share of a win, and the share of its comparisons without one."""
-    wins, counted, compared = np.zeros(count), np.zeros(count), np.zeros(count)
-    for (first, second), share in zip(asked, shares, strict=True):
-        compared[[first, second]] += 1
-        if not math.isnan(share):
-            counted[[first, second]] += 1
-            wins[first] += share
-            wins[second] += 1 - share
-    rates = np.where(counted > 0, wins / np.maximum(counted, 1), math.nan)
-    return rates, 1 - counted / np.maximum(compared, 1)
+def _mean_of_each(count: int, pairs: Sequence[tuple[int, int]], values: np.ndarray) -> np.ndarray:
+    """Returns the mean of what each sample has in its pairs without NaN; NaN where it has nothing.
 
-
-def _contradicted(count: int, pairs: Sequence[tuple[int, int]], shares: np.ndarray) -> np.ndarray:
-    """Returns the share of each sample's pairs whose two orders have different outcomes.
-
-    `shares` are those of the M pairs and then of the M reversed pairs.
+    `values` are those of the M pairs, [M], or of their first and second samples, [2, M].
     """
-    forth, back = np.split(shares, 2)
-    differ = ~np.isclose(forth, 1 - back) & ~np.isnan(forth) & ~np.isnan(back)
-    found, compared = np.zeros(count), np.zeros(count)
-    for pair, differs in zip(pairs, differ, strict=True):
-        compared[list(pair)] += 1
-        found[list(pair)] += differs
-    return found / np.maximum(compared, 1)
+    both = np.broadcast_to(values, (2, len(pairs))).astype(float)
+    counted = ~np.isnan(both)
+    places = np.array(pairs, dtype=int).reshape(-1, 2).T[counted]
+    sums = np.bincount(places, both[counted], minlength=count)
+    numbers = np.bincount(places, minlength=count)
+    return np.where(numbers > 0, sums / np.maximum(numbers, 1), math.nan)

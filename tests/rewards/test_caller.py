@@ -1,16 +1,13 @@
-"""Calls with a limit: in one thread, one at a time, given up, and no hindrance at the end."""
+"""Calls with a limit: in one thread, one at a time, and given up."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import CancelledError
-from pathlib import Path
 
 import pytest
-from support.launching import launch_environment
 
 from flowgrpo_rc.rewards.caller import Caller
 
@@ -40,15 +37,8 @@ def test_a_call_that_was_given_up_fails_the_next_ones_until_it_returns() -> None
             caller(False)
     assert time.monotonic() - start < 0.5
     goes_on.set()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            assert caller(False) is False
-            break
-        except TimeoutError:
-            time.sleep(0.01)
-    else:
-        pytest.fail("it never returned")
+    time.sleep(0.5)
+    assert caller(False) is False
     caller.close(0)
 
 
@@ -90,40 +80,3 @@ def test_closing_waits_for_a_call_but_not_for_ever() -> None:
     said.clear()
     assert closed(10.0) > 0.2
     assert said[0] == 1.0
-
-
-HANGS = """
-import time
-from flowgrpo_rc.rewards.base import Reward
-
-class Hangs(Reward):
-    kind = "text"
-
-    def __call__(self, samples, prompts):
-        time.sleep(300)
-"""
-PROGRAM = """
-import sys
-from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards import manager
-
-manager.PATIENCE_S = 0.2
-config = manager.RewardConfig(terms={"mine": {"_target_": "hangs.Hangs"}})
-rewards = manager.RewardManager(config)
-rewards.submit(["text"], [Prompt(text="prompt", index=0)])
-rewards.close()
-sys.exit(75)
-"""
-
-
-def test_a_process_ends_while_a_reward_hangs(tmp_path: Path) -> None:
-    (tmp_path / "hangs.py").write_text(HANGS)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=launch_environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (75, "")

@@ -1,7 +1,7 @@
 """What every reward of the package does.
 
 A sample gets one number, the same again, whichever samples are in the batch. A new file in
-flowgrpo_rc/rewards fails here until it is in `CASES`.
+flowgrpo_rc/rewards fails here until `options` has it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.reward_servers import Received, answering, scripted
+from safetensors.torch import load_file, save_file
+from support.reward_servers import Received, answering, chat, scripted, shown
 from support.tiny_rewards import CLIP_FEATURES, save_clip, save_head, save_image_reward
 from support.tiny_vlm import save_vlm_reward
 
@@ -28,7 +29,7 @@ from flowgrpo_rc.rewards.backbones.clip import Clip
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.http.client import JsonClient
 from flowgrpo_rc.rewards.http.wire import decode, decode_png, encode_png
-from flowgrpo_rc.rewards.manager import PACKAGE, RewardConfig, validate_rewards
+from flowgrpo_rc.rewards.manager import PACKAGE
 from flowgrpo_rc.rewards.vlm.local import LocalVlm
 from flowgrpo_rc.rewards.vlm.server import VlmServer
 
@@ -59,10 +60,9 @@ def answer(received: Received) -> object:
             ]
         }
     if received.path == "/v1/chat/completions":
-        picture, *_, words = received.body["messages"][0]["content"]
-        level = decode_png(picture["image_url"]["url"].partition(",")[2])[0, 0, 0]
-        said = f"{level % 3}" if "Answer with" in words["text"] else f"dog{level}"
-        return {"choices": [{"message": {"content": said}}]}
+        words = received.body["messages"][0]["content"][-1]["text"]
+        level = shown(received)[0]
+        return chat(f"{level % 3}" if "Answer with" in words else f"dog{level}")
     samples, prompts = decode(received.body)
     return {
         "values": [
@@ -107,11 +107,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
         }
 
 
-CASES = [
-    *("aesthetic", "clip", "edit_reward", "exact_match", "function", "geneval", "hpsv2", "hpsv3"),
-    *("image_reward", "jpeg", "letter_colour", "ocr", "pickscore", "remote", "video_clip"),
-    *("video_ocr", "vlm_judge", "vlm_ocr", "vlm_preference"),
-]
+CASES = available_plugins(PACKAGE, Reward)
 FURTHER = {
     **dict.fromkeys(("geneval", "remote", "a VLM's server"), ", a server's"),
     **dict.fromkeys(("vlm_judge", "vlm_ocr", "vlm_preference"), ", a VLM's"),
@@ -162,28 +158,19 @@ def samples_of(reward: Reward, count: int, *, height: int = 24, width: int = 40)
     return np.random.default_rng(count).integers(0, 256, shape, dtype=np.uint8)
 
 
-def test_every_reward_has_a_case():
-    assert sorted(CASES) == available_plugins(PACKAGE, Reward)
-
-
 def keys(component: type) -> str:
-    """Returns the keyword parameters of a reward with their defaults, as docs/rewards.md writes
-    them.
-    """
+    """Returns the keyword parameters of a reward with their defaults, as docs/rewards.md does."""
     words = []
     for name, parameter in signature(component).parameters.items():
         if parameter.kind is Parameter.VAR_KEYWORD:
             continue
         assert parameter.kind is Parameter.KEYWORD_ONLY
         default = parameter.default
-        if default is Parameter.empty:
-            words.append(f"`{name}`")
-        elif isinstance(default, str):
-            words.append(
-                f"`{name}` (`{default}`)" if len(default) < 80 else f"`{name}` (in its file)"
-            )
-        else:
-            words.append(f"`{name}` (`{json.dumps(default)}`)")
+        shown = default if isinstance(default, str) else ""
+        if default is not Parameter.empty and not shown:
+            shown = json.dumps(list(default) if isinstance(default, tuple) else default)
+        value = f" (`{shown}`)" if shown else ""
+        words.append(f"`{name}`{value if len(shown) < 80 else ' (in its file)'}")
     return ", ".join(words)
 
 
@@ -216,8 +203,8 @@ def test_one_finite_number_for_each_sample_in_any_batch(name, rewards):
     assert np.array_equal(samples, before), "samples are read only"
     assert len(scores.values) == 5
     assert all(math.isfinite(value) for value in scores.values)
-    assert set(scores.parts) == set(reward.part_names)
-    assert all(len(part) == 5 for part in scores.parts.values())
+    lengths = {name: len(part) for name, part in scores.parts.items()}
+    assert lengths == dict.fromkeys(reward.part_names, 5)
     again = reward(samples, asked)
     assert (list(again.values), dict(again.parts)) == (list(scores.values), dict(scores.parts))
     alone = [reward(samples[index : index + 1], asked[index : index + 1]) for index in range(5)]
@@ -233,9 +220,8 @@ def test_a_groupwise_reward_scores_a_group_of_any_size_again(name, rewards):
         samples = samples_of(reward, size)
         scores = reward(samples, asked_of(reward, size))
         assert [math.isfinite(value) for value in scores.values] == [True] * size
-        assert {name: len(part) for name, part in scores.parts.items()} == dict.fromkeys(
-            reward.part_names, size
-        )
+        lengths = {name: len(part) for name, part in scores.parts.items()}
+        assert lengths == dict.fromkeys(reward.part_names, size)
         assert reward(samples, asked_of(reward, size)) == scores
         reversed_order = reward(samples[::-1], asked_of(reward, size)).values
         assert list(reversed_order)[::-1] == pytest.approx(list(scores.values))
@@ -279,24 +265,18 @@ def test_empty_pictures(name, rewards):
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_bad_options_fail_before_anything_is_loaded(name, options, tmp_path):
+def test_bad_options_fail_before_anything_is_loaded(name, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for change, message in (
         ({"device": "gpu"}, r"device='gpu': give auto, cpu, cuda or cuda:1"),
+        ({"device": "cuda"}, r"torch finds no CUDA device"),
         ({"batch_size": 0}, r"batch_size=0 must be at least 1"),
         ({"dtype": "int8"}, r"dtype='int8': allowed are fp32, bf16, fp16"),
         ({"path": str(tmp_path)}, r"no config\.json"),
         ({"batchsize": 2}, r"unknown option \(did you mean 'batch_size'\?\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            validate_rewards(
-                RewardConfig(terms={"x": {"_target_": name, **options[name], **change}})
-            )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(options):
-    with pytest.raises(ValueError, match="torch finds no CUDA device"):
-        make("clip", options, device="cuda")
+            make(name, options, **change)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -311,10 +291,7 @@ def test_another_device_gives_the_same_scores(name, options):
 
 
 def test_a_processor_elsewhere(options, monkeypatch):
-    """`~` is the user's folder.
-
-    A processor that is nowhere is refused before anything is loaded.
-    """
+    """`~` is the user's folder. A processor that is nowhere is refused before anything loads."""
     home = Path(options["clip"]["path"]).parent
     name = Path(options["clip"]["path"]).name
     monkeypatch.setenv("HOME", str(home))
@@ -327,15 +304,10 @@ def test_a_processor_elsewhere(options, monkeypatch):
 
 def test_a_checkpoint_of_another_model_is_refused(options, tmp_path: Path):
     """Only names of the text encoder fit; what is missing would be random."""
-    from safetensors.torch import load_file, save_file
-
     folder = save_clip(tmp_path / "half")
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if not name.startswith("vision_model.")},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    file = folder / "model.safetensors"
+    text = {name: one for name, one in load_file(file).items() if not name.startswith("vision")}
+    save_file(text, file, metadata={"format": "pt"})
     reward = make("clip", options, path=str(folder))
     with pytest.raises(ValueError, match=r"is no CLIPModel: it lacks vision_model\."):
         reward(samples_of(reward, 1), prompts(1))

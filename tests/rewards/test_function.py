@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from support.prompts import sums
 
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.function import Function, give
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     RewardManager,
@@ -28,14 +27,6 @@ def length(sample, prompt):
     return float(len(sample)) + prompt.index
 
 
-def hostile(sample, prompt):
-    return {"none": None, "nan": math.nan, "text": "1"}.get(sample, 1)
-
-
-def fails(sample, prompt):
-    raise KeyError(sample)
-
-
 class Unknown(Reward):
     kind = "sound"
 
@@ -46,17 +37,10 @@ class Unknown(Reward):
 NOT_A_FUNCTION = 3
 
 
-def test_a_function_scores_texts_and_images():
-    reward = Function(path=f"{HERE}:length")
-    assert reward(["a", "bcd"], sums(None, None)).values == [1.0, 4.0]
-    assert reward(IMAGES, sums(None, None)).values == [8.0, 9.0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"path": "length"}, "write it as my_package.my_module:name"),
-        ({"path": f"{HERE}.length"}, "write it as"),
         ({"path": ":length"}, "write it as"),
         ({"path": f"{HERE}:"}, "write it as"),
         ({"path": "..relative:score"}, "write it as"),
@@ -94,34 +78,6 @@ def test_the_manager_scores_texts():
     assert rewards.valid.all()
 
 
-def test_failures_of_a_function_stay_where_they_are():
-    config = {"_target_": "function", "path": f"{HERE}:hostile"}
-    manager = RewardManager(
-        RewardConfig(terms={"x": config, "y": {"_target_": "function", "path": f"{HERE}:fails"}})
-    )
-    rewards = manager.collect([manager.submit(["none", "fine", "nan", "text"], sums(*[None] * 4))])
-    manager.close()
-    assert rewards.parts["x"].isnan().tolist() == [True, False, True, True]
-    assert manager.failures == {"x": 3, "y": 4}
-    assert manager.last_error["y"] == "KeyError: 'none'"
-
-
-@pytest.mark.parametrize(
-    ("samples", "count", "message"),
-    [
-        (["a", "b"], 3, "2 texts but 3 prompts"),
-        ("ab", 2, "images .* or a list of texts, got str"),
-        (["a", 3], 2, "or a list of texts, got list"),
-        ([IMAGES[0]], 1, "or a list of texts, got list"),
-    ],
-)
-def test_submit_checks_texts(samples, count, message):
-    manager = RewardManager(RewardConfig(terms={"exact_match": {}}))
-    with pytest.raises(ValueError, match=message):
-        manager.submit(samples, sums(*["a"] * count))
-    manager.close()
-
-
 FUNCTION = {"_target_": "function", "path": f"{HERE}:length"}
 
 
@@ -146,19 +102,9 @@ FUNCTION = {"_target_": "function", "path": f"{HERE}:length"}
     ],
 )
 def test_a_reward_must_fit_the_model(terms, kind, message):
-    if not message:
+    refused = pytest.raises(ValueError, match=rf"reward\.terms{message}")
+    with refused if message else nullcontext():
         check_kind(RewardConfig(terms=terms), kind)
-        return
-    with pytest.raises(ValueError, match=rf"reward\.terms{message}"):
-        check_kind(RewardConfig(terms=terms), kind)
-
-
-def test_a_score_that_is_no_number_is_shown_as_it_is() -> None:
-    path = give("texts", lambda sample, prompt: "a")
-    manager = RewardManager(RewardConfig(terms={"texts": {"_target_": "function", "path": path}}))
-    rewards = manager.collect([manager.submit(["95"], sums("95"))])
-    assert not rewards.valid.any()
-    assert manager.last_error["texts"].startswith("'a' is no finite number")
 
 
 LATENTS = torch.arange(8.0).reshape(2, 2, 2)
@@ -183,12 +129,11 @@ def test_each_reward_gets_what_it_scores():
 
 
 def test_latents_alone_are_enough_for_latent_rewards():
-    manager = RewardManager(RewardConfig(terms={"latent": LATENT}))
-    assert not manager.needs_samples
-    assert manager.collect([manager.submit(None, sums("1", "2"), LATENTS)]).total.tolist() == [
-        1.5,
-        5.5,
-    ]
+    config = RewardConfig(terms={"latent": LATENT})
+    manager = RewardManager(config)
+    rewards = manager.collect([manager.submit(None, sums("1", "2"), LATENTS)])
     manager.close()
-    assert not needs_samples(RewardConfig(terms={"latent": LATENT}))
+    assert rewards.total.tolist() == [1.5, 5.5]
+    assert not manager.needs_samples
+    assert not needs_samples(config)
     assert needs_samples(RewardConfig(terms={"latent": LATENT, "image": {**IMAGE, "weight": 0.0}}))

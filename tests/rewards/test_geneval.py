@@ -67,8 +67,8 @@ DOG = {"class": "dog", "count": 1}
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({}, r"prompt 4 \('x'\) has no field include"),
-        ({"include": []}, "has no field include"),
+        ({}, r"prompt 4 \('x'\): include must be a list"),
+        ({"include": []}, "include must be a list"),
         ({"include": [{"class": "dog"}]}, "must be an object with class and count"),
         ({"include": [DOG | {"count": 0}]}, "must be an object with class and count"),
         ({"include": [DOG | {"position": ["near", 0]}]}, "position .*: give one of left of"),
@@ -77,7 +77,7 @@ DOG = {"class": "dog", "count": 1}
         ({"include": [DOG | {"position": "above"}]}, r"perhaps color and position \["),
         ({"include": [DOG | {"color": 3}]}, r"perhaps color and position \["),
         ({"include": ["dog"]}, r"perhaps color and position \["),
-        ({"include": [DOG], "exclude": 3}, "exclude must be a list"),
+        ({"include": [DOG], "exclude": 3}, "include must be a list of objects, and exclude one"),
     ],
 )
 def test_geneval_asks_no_server_about_a_prompt_that_it_cannot_judge(metadata, message):

@@ -32,7 +32,10 @@ class Rank(Reward):
 
     def __call__(self, samples, prompts):
         assert len({prompt.index for prompt in prompts}) == 1, "one group at a time"
-        numbers = [float(np.asarray(sample, dtype=float).mean()) for sample in samples]
+        numbers = [
+            len(sample) if isinstance(sample, str) else float(np.asarray(sample, float).mean())
+            for sample in samples
+        ]
         return Scores(
             values=[float(sum(one < number for one in numbers)) for number in numbers],
             parts={"group": [float(len(numbers))] * len(numbers)},
@@ -41,14 +44,6 @@ class Rank(Reward):
 
 class LatentRank(Rank):
     kind = "latent"
-
-
-class Longest(Rank):
-    part_names = ()
-
-    def __call__(self, samples, prompts):
-        longest = max(map(len, samples))
-        return Scores(values=[float(len(sample) == longest) for sample in samples])
 
 
 class Bright(Reward):
@@ -111,14 +106,13 @@ def test_a_failure_costs_its_group_alone() -> None:
 def test_held_out_samples_are_no_groups() -> None:
     both = score("Rank", (12,), grouped=False, bright={"_target_": f"{HERE}.Bright"})
     assert list(both.parts) == ["bright"]
+    assert np.allclose(both.total, MEANS)
     terms = {"rank": {"_target_": f"{HERE}.Rank"}, "bright": {"_target_": f"{HERE}.Bright"}}
     manager = RewardManager(RewardConfig(terms=terms))
     manager.close()
     # A process without samples has the same names.
     assert manager.part_keys(grouped=True) == ["rank", "rank/group", "bright"]
-    assert manager.part_keys(grouped=False) == ["bright"]
-    assert manager.count_failed(both) == {"bright": 0}
-    assert np.allclose(both.total, MEANS)
+    assert manager.part_keys(grouped=False) == [*manager.count_failed(both)] == ["bright"]
     weightless = {"_target_": f"{HERE}.Bright", "weight": 0}
     for terms, left in (({"bright": weightless}, {"val/bright": MEANS.mean()}), ({}, {})):
         rewards = score("Rank", (7, 5), grouped=False, **terms)
@@ -135,12 +129,12 @@ def test_it_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_texts_are_groups_too() -> None:
-    manager = RewardManager(RewardConfig(terms={"long": {"_target_": f"{HERE}.Longest"}}))
+    manager = RewardManager(RewardConfig(terms={"rank": {"_target_": f"{HERE}.Rank"}}))
     texts = ["a", "bb", "ccc", "d"]
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[4], PROMPTS[4]]
     handles = [
         manager.submit(texts[rows], prompts[rows], None, Groups([0, 0, 1, 1][rows], 2))
         for rows in (slice(0, 1), slice(1, 3), slice(3, 4))
     ]
-    assert manager.collect(handles).parts["long"].tolist() == [0, 1, 1, 0]
+    assert manager.collect(handles).parts["rank"].tolist() == [0, 1, 1, 0]
     manager.close()

@@ -38,9 +38,6 @@ def run(config: RewardConfig, *, chunks: tuple[int, ...] = (2, 3)) -> tuple[Rewa
     return manager, rewards
 
 
-# --- Rewards as a stranger may write them
-
-
 class Index(Reward):
     """Scores a prompt by its number, after `delay` seconds, less for later prompts.
 
@@ -64,9 +61,7 @@ class Index(Reward):
 
 
 class Returns(Reward):
-    """Returns what `what` makes of the scores 0, 1, 2 ...; the plain scores if there is no
-    prompt 2.
-    """
+    """Returns what `what` makes of its scores; the plain ones for a chunk without prompt 2."""
 
     def __init__(self, *, what: str) -> None:
         self.what = what
@@ -83,13 +78,11 @@ class Returns(Reward):
             "short": Scores(values=values[:-1]),
             "long": Scores(values=[*values, 1.0]),
             "no values": Scores(values=None),
-            "one number": Scores(values=3.0),
             "undeclared part": Scores(values=values, parts={"surprise": values}),
             "nan": Scores(values=[math.nan, *values[1:]]),
             "inf": Scores(values=[-math.inf, *values[1:]]),
             "text": Scores(values=["0.5", *values[1:]]),
             "None inside": Scores(values=[None, *values[1:]]),
-            "complex": Scores(values=[1j, *values[1:]]),
             "array": Scores(values=np.array([np.nan, *values[1:]], np.float32)),
             "tensor": Scores(values=torch.tensor([torch.inf, *values[1:]])),
             "column": Scores(values=np.array(values)[:, None]),
@@ -107,11 +100,8 @@ class Hangs(Reward):
         return Scores(values=[1.0] * len(prompts))
 
 
-class Needs(Reward):
-    requires_target = True
-
-    def __call__(self, images, prompts):
-        return Scores(values=[0.5] * len(images))
+def fails(sample, prompt):
+    raise KeyError("broken on purpose")
 
 
 def returns(what: str) -> dict[str, object]:
@@ -128,9 +118,8 @@ def test_weighted_sum_in_sample_order():
     }
     manager, rewards = run(RewardConfig(terms=terms, num_workers=2), chunks=(2, 3, 1, 4))
     index = torch.arange(10, dtype=torch.float64)
-    assert (
-        list(rewards.parts) == manager.part_keys(grouped=True) == ["a", "a/square", "b", "b/square"]
-    )
+    keys = ["a", "a/square", "b", "b/square"]
+    assert list(rewards.parts) == manager.part_keys(grouped=True) == keys
     assert torch.equal(rewards.parts["a"], index)
     assert torch.equal(rewards.parts["b"], 10 * index)
     assert torch.equal(rewards.parts["b/square"], 100 * index**2)
@@ -138,13 +127,6 @@ def test_weighted_sum_in_sample_order():
     assert rewards.total.dtype == torch.float64
     assert rewards.valid.all()
     assert manager.failures == {"a": 0, "b": 0}
-
-
-def test_collect_follows_the_handles_and_not_the_clock():
-    manager = RewardManager(RewardConfig(terms={"a": {"_target_": f"{HERE}.Index"}}))
-    handles = [manager.submit(random_images(1), numbered_prompts(1, start)) for start in (5, 1, 3)]
-    assert manager.collect(handles[::-1]).parts["a"].tolist() == [3.0, 1.0, 5.0]
-    manager.close()
 
 
 def test_submit_returns_at_once_and_close_drops_what_waits():
@@ -161,14 +143,13 @@ SAID = {
     "short": "2 scores for 3 samples",
     "none": "NoneType instead of Scores",
     "nan": "nan is no finite number, for prompt 2",
+    "text": "'0.5' is no finite number",
 }
-WHOLE_CHUNK = [
-    *("raise", "none", "list", "short", "long", "no values", "one number", "undeclared part"),
-]
-SINGLE = ["nan", "inf", "text", "None inside", "complex", "array", "tensor"]
+WHOLE_CHUNK = ["raise", "none", "list", "short", "long", "no values", "undeclared part", "column"]
+SINGLE = ["nan", "inf", "text", "None inside", "array", "tensor"]
 
 
-@pytest.mark.parametrize("what", [*WHOLE_CHUNK, "column", *SINGLE])
+@pytest.mark.parametrize("what", [*WHOLE_CHUNK, *SINGLE])
 def test_failures_stay_where_they_are(what, caplog):
     config = RewardConfig(terms={"bad": returns(what), "good": {"_target_": f"{HERE}.Index"}})
     with caplog.at_level(logging.WARNING):
@@ -188,23 +169,19 @@ def test_failures_stay_where_they_are(what, caplog):
 
 
 def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
-    manager = RewardManager(RewardConfig(terms={"x": returns("raise")}))
-    for _ in range(3):
-        manager.collect([manager.submit(random_images(3), numbered_prompts(3))])
-    manager.close()
+    terms = {"x": {"_target_": "function", "path": f"{HERE}:fails"}}
+    manager, _ = run(RewardConfig(terms=terms), chunks=(2, 3, 4))
     assert manager.failures == {"x": 9}
-    assert len(caplog.records) == 1
-    assert caplog.records[0].exc_info is not None
+    (record,) = caplog.records
+    assert record.exc_info is not None
 
 
 def test_too_many_failures_raise():
     manager, rewards = run(RewardConfig(terms={"x": returns("nan")}, max_failed_fraction=0.2))
     # One failure of 5 is just allowed.
     manager.check_failed_fraction(manager.count_failed(rewards), len(rewards.total))
-    with pytest.raises(
-        RewardError,
-        match=r"'x' failed for 2 of 5 samples \(40%\).*max_failed_fraction=0\.2.*prompt 2",
-    ):
+    message = r"'x' failed for 2 of 5 samples \(40%\).*max_failed_fraction=0\.2.*prompt 2"
+    with pytest.raises(RewardError, match=message):
         manager.check_failed_fraction({"x": 2}, 5)
     manager.last_error.clear()
     with pytest.raises(RewardError, match=r"last error: on another process"):
@@ -214,8 +191,11 @@ def test_too_many_failures_raise():
 @pytest.mark.parametrize(
     ("batch", "count", "message"),
     [
-        (random_images(2), 3, "2 images but 3 prompts"),
-        (random_images(2) / 1.0, 2, r"\[N, H, W, 3\] uint8, got \[2, 16, 16, 3\] float64"),
+        (random_images(2), 3, "2 samples but 3 prompts"),
+        ("ab", 2, "images .* or a list of texts, got str"),
+        (["a", 3], 2, "or a list of texts, got list"),
+        ([random_images(1)[0]], 1, "or a list of texts, got list"),
+        (random_images(2) / 1.0, 2, r"\[N, H, W, 3\] uint8, .*got \[2, 16, 16, 3\] float64"),
         (random_images(2).transpose(0, 3, 1, 2), 2, r"got \[2, 3, 16, 16\] uint8"),
     ],
 )
@@ -239,9 +219,7 @@ def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one():
     assert rewards.total.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert rewards.parts["late"].isnan().all()
     assert manager.failures == {"late": 4, "a": 0}
-    assert "an earlier call, which was given up after reward.timeout_s=1," in str(
-        manager.last_error["late"]
-    )
+    assert "an earlier call, which was given up after" in manager.last_error["late"]
     Hangs.goes_on.set()
     time.sleep(0.5)
     again = manager.collect([manager.submit(random_images(2), numbered_prompts(2, 2))])
@@ -264,11 +242,10 @@ def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one():
         ({"terms": {"ocr": {"wieght": 1}}}, r"terms\.ocr\.wieght: unknown option"),
         ({"terms": {"ocr": {"detection": "no"}}}, r"terms\.ocr: detection='no' is not one of"),
         ({"terms": {"orc": {}}}, r"terms\.orc: .* no plug-in 'orc' \(did you mean 'ocr'"),
-        ({"num_workers": 0}, r"num_workers=0 must be between 1 and .* 1:"),
-        ({"num_workers": 2}, r"num_workers=2 must be between 1 and .* 1:"),
+        ({"num_workers": 0}, r"num_workers=0 must be between 1 and .* 1$"),
+        ({"num_workers": 2}, r"num_workers=2 must be between 1 and .* 1$"),
         ({"max_failed_fraction": 1.5}, r"max_failed_fraction=1\.5 must be between 0 and 1"),
         ({"timeout_s": 0}, r"timeout_s=0: give a number of seconds above 0, or null"),
-        ({"timeout_s": math.inf}, r"timeout_s=inf: give a number of seconds"),
     ],
 )
 def test_bad_configurations(config, message):
@@ -278,7 +255,7 @@ def test_bad_configurations(config, message):
 
 def test_which_rewards_need_a_target():
     assert requires_target(RewardConfig())
-    assert requires_target(RewardConfig(terms={"jpeg": {}, "x": {"_target_": f"{HERE}.Needs"}}))
+    assert requires_target(RewardConfig(terms={"jpeg": {}, "exact_match": {}}))
     assert not requires_target(RewardConfig(terms={"jpeg": {}}))
 
 

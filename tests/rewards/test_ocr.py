@@ -53,19 +53,12 @@ def test_score_by_hand(text, target, reward, edit, substring, exact):
     assert score.edit == pytest.approx(edit)
 
 
-@pytest.mark.parametrize("target", ["", "   "])
-def test_score_refuses_an_empty_target(target):
-    with pytest.raises(ValueError, match="target text is empty"):
-        ocr_score("CAFE", target)
-
-
 WORDS = ["5WSJ", "KBCA", "F4W7", "HEY", "MUSEUM"]
 
 
 def test_reads_lines_in_batches():
     images = np.stack([draw(word, width=96) for word in WORDS])
-    one_by_one = [OCR(batch_size=1).read(images[i : i + 1])[0] for i in range(len(WORDS))]
-    assert OCR(batch_size=2).read(images) == one_by_one == WORDS
+    assert OCR(batch_size=2).read(images) == WORDS
 
 
 def test_reads_faint_colours_as_the_library_does_from_a_file():
@@ -88,22 +81,18 @@ def test_small_text_in_a_large_image_needs_detection():
     assert OCR(detection="auto").read(page[None]) == ["OPEN"]
     assert OCR(detection="never").read(page[None]) != ["OPEN"]
 
-
-def test_detection_joins_lines_from_top_to_bottom():
-    page = draw("HAPPY\nBIRTHDAY", width=320, height=256, size=40)
-    assert OCR().read(page[None])[0].replace(" ", "") == "HAPPYBIRTHDAY"
+    lines = draw("HAPPY\nBIRTHDAY", width=320, height=256, size=40)
+    assert OCR().read(lines[None])[0].replace(" ", "") == "HAPPYBIRTHDAY"  # from top to bottom
 
 
 @pytest.mark.parametrize("side", [32, 128])
 def test_blank_images_have_no_text_and_no_reward(side):
     blank = np.full((2, side, side, 3), 255, np.uint8)
-    reward = OCR()
-    assert reward.read(blank) == ["", ""]
-    assert reward(blank, [prompt("CAFE"), prompt("X")]).values == [0.0, 0.0]
+    assert OCR()(blank, [prompt("CAFE"), prompt("X")]).values == [0.0, 0.0]
 
 
 def test_scores_images_against_their_own_prompts():
-    images = np.stack([draw("KBCA"), draw("KBCA"), draw("KBCA"), draw("KBCA")])
+    images = np.stack([draw("KBCA")] * 4)
     targets = ["KBCA", "kb ca", "KBCX", "BC"]
     scores = OCR()(images, [prompt(target, index) for index, target in enumerate(targets)])
     assert scores.values == [1.0, 1.0, 0.75, 1.0]

@@ -6,16 +6,15 @@ import base64
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from support.hostile_servers import HOSTILE, TOKEN, says
-from support.reward_servers import Received, answering, http, scripted
+from support.reward_servers import Received, answering, chat, http, scripted, shown
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.http.wire import decode_png, encode_png
+from flowgrpo_rc.rewards.http.wire import encode_png
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     RewardManager,
@@ -31,20 +30,9 @@ QUICK = {"model": "m", "deadline_s": 1.0, "max_pause_s": 0.02, "max_response_mb"
 PATIENT = {**QUICK, "deadline_s": 60.0}
 
 
-def pictures(received: Received, message: int = 0) -> list[int]:
-    """Returns the first byte of every picture that a request shows."""
-    content = received.body["messages"][message]["content"]
-    urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-    return [int(decode_png(url.partition(",")[2])[0, 0, 0]) for url in urls]
-
-
-def chat(text: str, **further: Any) -> dict[str, Any]:
-    return {"choices": [{"message": {"content": text}, **further}]}
-
-
 def test_scores_parts_and_what_is_asked() -> None:
     def judge(received: Received) -> object:
-        (seen,) = pictures(received)
+        (seen,) = shown(received)
         asked_again = len(received.body["messages"]) > 1
         return chat(f"I say {seen}" if seen or not asked_again else "10 of course")
 
@@ -68,36 +56,32 @@ def test_frames_of_a_video() -> None:
     with scripted(answering(lambda received: chat("5"))) as server:
         scores = VlmJudge(kind="video", every=3, url=server.url, **PATIENT)(videos, PROMPTS[:1])
     assert scores.values == [0.5]
-    assert pictures(server.received[0]) == [0, 3, 6]
+    assert shown(server.received[0]) == [0, 3, 6]
 
 
 def test_the_images_of_the_prompt_are_shown_first() -> None:
     source = np.full((4, 4, 3), 77, dtype=np.uint8)
     prompt = Prompt(text="x", index=0, images=(base64.b64decode(encode_png(source)),))
     with scripted(answering(lambda received: chat("5"))) as server:
-        for shown in (True, False):
-            reward = VlmJudge(source=shown, url=server.url, **PATIENT)
+        for first in (True, False):
+            reward = VlmJudge(source=first, url=server.url, **PATIENT)
             assert reward(IMAGES[:1], [prompt]).values == [0.5]
-            assert reward.requires_images == shown
-    assert [pictures(received) for received in server.received] == [[77, 2], [2]]
+            assert reward.requires_images == first
+    assert [shown(received) for received in server.received] == [[77, 2], [2]]
     config = RewardConfig(terms={"vlm_judge": {"path": "a/b", "source": True}})
     check_images(config, 1)
     with pytest.raises(ValueError, match=r"reward\.terms\.vlm_judge looks at .*condition_images=0"):
         check_images(config, 0)
 
 
-SHARED = [
-    *("hangs", "hangs up", "is busy", "fails", "answers HTML", "answers broken JSON"),
-    *("answers something else", "echoes the token"),
-]
 MISBEHAVING = {
-    **{name: HOSTILE[name] for name in SHARED},
+    **{name: HOSTILE[name] for name in ("hangs", "is busy", "echoes the token")},
     "says nonsense": says(http(chat("as a language model \u202e\0 I ..."))),
     "repeats the token": says(http(chat(f"no {TOKEN[:5]}\0{TOKEN[5:]}"))),
     "says a number far off": says(http(chat("1000"))),
     "is cut": says(http(chat("5", finish_reason="length"))),
     "has no choice": says(http({"choices": []})),
-    "has no text": says(http({"choices": [{"message": {"content": None}}]})),
+    "has no text": says(http(chat(None))),
 }
 
 
@@ -117,17 +101,6 @@ def test_a_bad_judge_fails_its_samples_and_gives_no_number(name, monkeypatch, ca
     assert manager.last_error["vlm_judge"].startswith("4 of 4 questions have no answer that counts")
     assert TOKEN not in caplog.text + manager.last_error["vlm_judge"]
     assert manager.last_error["vlm_judge"].isprintable()
-
-
-def test_a_server_that_is_not_there() -> None:
-    with scripted(says(b"")) as server:
-        url = server.url
-    reward = VlmJudge(url=url, **QUICK, max_attempts=1)
-    scores = reward(IMAGES, PROMPTS)
-    assert np.isnan(scores.values).all()
-    assert "cannot be reached" in scores.failure
-    with pytest.raises(ValueError, match="start the server first"):
-        reward.check()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from flowgrpo_rc.rewards.http.wire import decode_png
+
 
 @dataclass
 class Received:
@@ -96,6 +98,18 @@ def http(
         f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}"
     )
     return f"HTTP/1.1 {status}\r\n{headers}\r\n".encode() + body
+
+
+def chat(text: str | None, **further: Any) -> dict[str, Any]:
+    """Returns the answer of a chat server."""
+    return {"choices": [{"message": {"content": text}, **further}]}
+
+
+def shown(received: Received) -> list[int]:
+    """Returns the first byte of every picture that a question shows."""
+    content = received.body["messages"][0]["content"]
+    urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+    return [int(decode_png(url.partition(",")[2])[0, 0, 0]) for url in urls]
 
 
 def answering(answer: Callable[[Received], object]) -> Behaviour:

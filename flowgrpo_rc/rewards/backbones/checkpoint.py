@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from flowgrpo_rc.libraries import loading
+from flowgrpo_rc.rewards.base import check_at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,32 +21,29 @@ def checkpoint_source(path: str, *, key: str) -> str:
     """Returns what transformers loads from: the path of a folder, or a hub id, `owner/name`.
 
     Raises:
-      ValueError: `path` is neither; `key` is the option that holds it.
+      ValueError: `path` is neither, or a model's folder has no config.json; `key` is the option.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if key == "path" and not (folder / "config.json").is_file():
+            raise ValueError(f"{key}={path!r}: no config.json there, so it is no checkpoint")
         return str(folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ValueError(
-            f"{key}={path!r}: there is no such folder, and it has not the form of a hub id"
-        )
+        raise ValueError(f"{key}={path!r}: there is no such folder, and it is no hub id")
     return path
 
 
 def converted_folder(path: str, files: Sequence[str], converter: str) -> Path:
-    """Returns the folder that `examples/convert_reward.py` has made. ValueError if it has not.
+    """Returns the folder that `examples/convert_reward.py CONVERTER` made, or raises ValueError.
 
-    Args:
-      path: the folder.
-      files: what it must hold.
-      converter: the first argument of the script.
+    `files` are the names of what it must hold.
     """
     folder = Path(path).expanduser()
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"path={path!r} has no {missing[0]}: make it by examples/convert_reward.py {converter}"
-        )
+    for name in files:
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"path={path!r} has no {name}: make it by examples/convert_reward.py {converter}"
+            )
     return folder
 
 
@@ -57,20 +57,18 @@ def check_loading(*, device: str, dtype: str, batch_size: int) -> None:
         raise ValueError(f"device={device!r}: torch finds no CUDA device; give cpu")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r} must be at least 1")
+    check_at_least_one(batch_size=batch_size)
 
 
 def resolve_device(device: str) -> torch.device:
     """Returns the torch device. `auto` is the GPU of this process, or the CPU if there is none."""
     if device != "auto":
         return torch.device(device)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
     # The current device belongs to a thread, and rewards run in threads of their own.
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -94,11 +92,31 @@ def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
         output_loading_info=True,
         trust_remote_code=False,
     )
-    lacking = sorted(
-        {*report["missing_keys"], *(str(key) for key, *_ in report["mismatched_keys"])}
-    )
+    lacking = {*report["missing_keys"], *(str(key) for key, *_ in report["mismatched_keys"])}
     if lacking:
-        raise ValueError(
-            f"path={path!r} is no {cls.__name__}: it lacks {lacking[0]} and {len(lacking) - 1} more"
-        )
+        first, rest = min(lacking), len(lacking) - 1
+        raise ValueError(f"path={path!r} is no {cls.__name__}: it lacks {first} and {rest} more")
     return model.to(resolve_device(device)).requires_grad_(False).eval()
+
+
+def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
+    """Builds linear layers in a row from their tensors, `N.weight` and `N.bias`, in fp32.
+
+    Raises:
+      ValueError: there is none, or one does not fit the next.
+    """
+    numbers = sorted(int(name.split(".")[0]) for name in state if name.endswith(".weight"))
+    weights = [state[f"{number}.weight"].float() for number in numbers]
+    fits = all(weight.ndim == 2 for weight in weights) and all(
+        before.shape[0] == after.shape[1] for before, after in pairwise(weights)
+    )
+    if not weights or not fits:
+        found = {name: list(tensor.shape) for name, tensor in state.items()}
+        raise ValueError(f"the head must be linear layers in a row; it has {found}")
+    layers = []
+    for number, weight in zip(numbers, weights, strict=True):
+        bias = state.get(f"{number}.bias")
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        layer.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+        layers.append(layer.requires_grad_(False))
+    return layers

@@ -12,7 +12,7 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Reward, Scores, check_at_least_one
 
 
 class FrameMean(Reward):
@@ -27,7 +27,7 @@ class FrameMean(Reward):
     image_reward: ClassVar[type[Reward]]
 
     def __init__(self, *, every: int = 8, **options: Any) -> None:
-        check_every(every)
+        check_at_least_one(every=every)
         self._every = every
         self._images: Reward = build(self.image_reward, options, self.image_reward.__name__)
 
@@ -43,15 +43,8 @@ class FrameMean(Reward):
             [prompt for prompt in prompts for _ in range(count)],
         )
 
-        def mean(values: Sequence[float]) -> list[float]:
-            averages: list[float] = np.asarray(values).reshape(-1, count).mean(axis=1).tolist()
-            return averages
+        def mean(values: Sequence[float]) -> Any:
+            return np.asarray(values).reshape(-1, count).mean(axis=1).tolist()
 
         parts = {name: mean(part) for name, part in scores.parts.items()}
         return Scores(values=mean(scores.values), parts=parts)
-
-
-def check_every(every: int) -> None:
-    """Raises ValueError for a distance between frames that is below 1."""
-    if every < 1:
-        raise ValueError(f"every={every!r} must be at least 1")

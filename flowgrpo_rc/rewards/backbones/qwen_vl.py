@@ -7,7 +7,6 @@ Shapes: N conversations, L tokens of the longest one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowgrpo_rc.reading import read_mapping
 from flowgrpo_rc.rewards.backbones.checkpoint import check_loading, load_tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
@@ -23,15 +23,12 @@ Messages = Sequence[Mapping[str, Any]]
 
 def check_qwen_vl(path: str, *, device: str, dtype: str, batch_size: int) -> None:
     """Raises ValueError if a folder holds another model, or an option is out of range."""
-    config = Path(path) / "config.json"
     if Path(path).is_dir():
-        if not config.is_file():
-            raise ValueError(f"path={path!r}: no config.json there, so it is no checkpoint")
-        family = json.loads(config.read_text()).get("model_type")
+        family = read_mapping(Path(path) / "config.json").get("model_type")
         if family not in FAMILIES:
             raise ValueError(
-                f"path={path!r} holds a {family}; allowed are {', '.join(FAMILIES)}. Another model "
-                "can be asked through a server: give url and model in place of path"
+                f"path={path!r} holds a {family}; allowed are {', '.join(FAMILIES)}. A server can "
+                "serve others: give url and model"
             )
     check_loading(device=device, dtype=dtype, batch_size=batch_size)
 
@@ -39,6 +36,12 @@ def check_qwen_vl(path: str, *, device: str, dtype: str, batch_size: int) -> Non
 def plain(text: str) -> str:
     """Returns a text in which no special token stands, such as that of a picture."""
     return text.replace("<|", "< |")
+
+
+def message(role: str, text: str, *, pictures: int = 0) -> dict[str, Any]:
+    """Returns a message of some pictures and a text after them."""
+    content: list[dict[str, str]] = [{"type": "image"}] * pictures
+    return {"role": role, "content": [*content, {"type": "text", "text": text}]}
 
 
 class QwenVlReader:
@@ -70,16 +73,11 @@ class QwenVlReader:
     def __call__(
         self, conversations: Sequence[Messages], pictures: Sequence[np.ndarray]
     ) -> dict[str, torch.Tensor]:
-        """Makes the tensors of N conversations.
+        """Makes the tensors of N conversations; `mm_token_type_ids` is 1 at pictures.
 
         Args:
-          conversations: messages in the form of chat templates, with {"type": "image"} where a
-            picture stands.
+          conversations: the messages of each.
           pictures: uint8 RGB, [H, W, 3], of all conversations in order.
-
-        Returns:
-          `input_ids`, `attention_mask` and `mm_token_type_ids` (1 at pictures), [N, L];
-          `pixel_values` and `image_grid_thw` of all pictures.
         """
         seen = self._images(list(pictures), return_tensors="pt", input_data_format="channels_last")
         # A picture is as many tokens as it has patches, after they are merged.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -25,15 +26,24 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.reading import blaming, read_mapping
-from flowgrpo_rc.rewards.backbones.checkpoint import converted_folder, load_pretrained
-from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, plain
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.backbones.checkpoint import (
+    converted_folder,
+    linear_layers,
+    load_pretrained,
+)
+from flowgrpo_rc.rewards.backbones.qwen_vl import (
+    QwenVlReader,
+    check_qwen_vl,
+    message,
+    plain,
+)
+from flowgrpo_rc.rewards.base import Reward, Scores, batches
 
 WEIGHTS = "model.safetensors"
 ASKED = "reward.json"
 FILES = ("config.json", WEIGHTS, "tokenizer_config.json", "preprocessor_config.json", ASKED)
 PLACE = "{text_prompt}"  # where the prompt stands in an instruction
-_HEAD = re.compile(r"rm_head(?:s\.head_(\d+))?\.(\d+)\.(weight|bias)")
+_HEAD = re.compile(r"rm_head(?:s\.head_(\d+))?\.(\d+\.(?:weight|bias))")
 
 
 class Asked(NamedTuple):
@@ -44,35 +54,28 @@ class Asked(NamedTuple):
     num_pixels: int  # to which pictures are scaled
 
 
-class _LoadedReward(NamedTuple):
-    model: Any
-    reader: QwenVlReader
-    heads: Sequence[nn.Sequential]
-    token_id: int
-
-
+@dataclass(kw_only=True, eq=False)
 class VlmReward(Reward):
     """Scores by a Qwen2-VL or Qwen2.5-VL with such heads: the mean over them. Loads at first use.
 
-    Args:
-      path: the folder that `examples/convert_reward.py` makes from the published checkpoint.
-      device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
-      dtype: fp32, bf16 or fp16; of the model, while the heads are fp32.
-      batch_size: samples in one forward.
+    `path` is the folder that `examples/convert_reward.py CONVERTER` makes from the published
+    checkpoint.
     """
 
-    converter: ClassVar[str]  # the first argument of that script
+    converter: ClassVar[str]
 
-    def __init__(
-        self, *, path: str, device: str = "auto", dtype: str = "bf16", batch_size: int = 8
-    ) -> None:
-        self._folder = converted_folder(path, FILES, self.converter)
-        check_qwen_vl(str(self._folder), device=device, dtype=dtype, batch_size=batch_size)
-        with blaming(f"path={path!r}: {ASKED}"):
+    path: str
+    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
+    dtype: str = "bf16"  # or fp32, fp16; of the model, while the heads are fp32
+    batch_size: int = 8  # samples in one forward
+
+    def __post_init__(self) -> None:
+        self._folder = converted_folder(self.path, FILES, self.converter)
+        check_qwen_vl(
+            str(self._folder), device=self.device, dtype=self.dtype, batch_size=self.batch_size
+        )
+        with blaming(f"path={self.path!r}: {ASKED}"):
             self._asked = _asked(read_mapping(self._folder / ASKED))
-        self._device = device
-        self._dtype = dtype
-        self._batch_size = batch_size
 
     @abstractmethod
     def pictures(self, sample: np.ndarray, prompt: Prompt) -> list[np.ndarray]:
@@ -85,32 +88,26 @@ class VlmReward(Reward):
 
     def means(self, pictures: Sequence[Sequence[np.ndarray]], texts: Sequence[str]) -> Tensor:
         """Computes the mean that each head gives for each sample, fp32 on the CPU, [N, I]."""
-        rows = []
-        for start in range(0, len(texts), self._batch_size):
-            stop = start + self._batch_size
+        means = []
+        for rows in batches(len(texts), self.batch_size):
             columns = [
-                self._mean(pictures[start:stop], texts[start:stop], instruction, head)
-                for instruction, head in zip(
-                    self._asked.instructions, self._loaded.heads, strict=True
-                )
+                self._mean(pictures[rows], texts[rows], head)
+                for head in range(len(self._asked.instructions))
             ]
-            rows.append(torch.stack(columns, dim=1))
-        return torch.cat(rows)
+            means.append(torch.stack(columns, dim=1))
+        return torch.cat(means)
 
     @torch.inference_mode()
     def _mean(
-        self,
-        pictures: Sequence[Sequence[np.ndarray]],
-        texts: Sequence[str],
-        instruction: str,
-        head: nn.Sequential,
+        self, pictures: Sequence[Sequence[np.ndarray]], texts: Sequence[str], head: int
     ) -> Tensor:
-        model, reader, _, token_id = self._loaded
-        conversations = []
-        for shown, text in zip(pictures, texts, strict=True):
-            content: list[dict[str, str]] = [{"type": "image"} for _ in shown]
-            content.append({"type": "text", "text": instruction.replace(PLACE, plain(text))})
-            conversations.append([{"role": "user", "content": content}])
+        model, reader, heads, token_id = self._loaded
+        instruction = self._asked.instructions[head]
+        asked = [instruction.replace(PLACE, plain(text)) for text in texts]
+        conversations = [
+            [message("user", text, pictures=len(shown))]
+            for shown, text in zip(pictures, asked, strict=True)
+        ]
         inputs = reader(conversations, [picture for shown in pictures for picture in shown])
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         tokens = inputs["input_ids"]
@@ -127,14 +124,15 @@ class VlmReward(Reward):
         read = hidden[tokens == token_id]
         if len(read) != len(texts):
             raise ValueError(f"{len(read)} tokens {self._asked.token} in {len(texts)} prompts")
-        return head(read.float())[:, 0].cpu()
+        return heads[head](read.float())[:, 0].cpu()
 
     @cached_property
-    def _loaded(self) -> _LoadedReward:
+    def _loaded(self) -> tuple[Any, QwenVlReader, Sequence[nn.Sequential], int]:
+        """Loads the model, what prepares its inputs, the heads, and the id of the token."""
         from transformers import AutoModel
 
         path = str(self._folder)
-        model = load_pretrained(AutoModel, path, device=self._device, dtype=self._dtype)
+        model = load_pretrained(AutoModel, path, device=self.device, dtype=self.dtype)
         reader = QwenVlReader(
             path,
             image_token_id=model.config.image_token_id,
@@ -144,13 +142,13 @@ class VlmReward(Reward):
         token_id = reader.tokenizer.convert_tokens_to_ids(self._asked.token)
         if token_id in (None, reader.tokenizer.unk_token_id):
             raise ValueError(f"path={path!r}: the tokenizer has no token {self._asked.token}")
-        heads = _heads(self._folder / WEIGHTS)
-        if len(heads) != len(self._asked.instructions):
+        heads = [head.to(model.device) for head in _heads(self._folder / WEIGHTS)]
+        asked = len(self._asked.instructions)
+        if len(heads) != asked:
             raise ValueError(
-                f"path={path!r} has {len(heads)} heads (rm_head) in {WEIGHTS}, but "
-                f"{len(self._asked.instructions)} instructions in {ASKED}"
+                f"path={path!r} has {len(heads)} heads (rm_head) but {asked} instructions"
             )
-        return _LoadedReward(model, reader, [head.to(model.device) for head in heads], token_id)
+        return model, reader, heads, token_id
 
 
 def _asked(found: Mapping[str, Any]) -> Asked:
@@ -169,19 +167,15 @@ def _asked(found: Mapping[str, Any]) -> Asked:
 
 def _heads(file: Path) -> list[nn.Sequential]:
     """Reads the heads of a checkpoint: linear layers with ReLU between them, in fp32."""
-    layers: dict[tuple[int, int], dict[str, Tensor]] = {}
+    heads: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - safe_open is no mapping
             if found := _HEAD.fullmatch(name):
-                head, layer, kind = int(found[1] or 0), int(found[2]), found[3]
-                layers.setdefault((head, layer), {})[kind] = weights.get_tensor(name).float()
-    heads: dict[int, nn.Sequential] = {}
-    for (head, _), tensors in sorted(layers.items()):
-        rows, columns = tensors["weight"].shape
-        linear = nn.Linear(columns, rows, bias="bias" in tensors)
-        linear.load_state_dict(tensors)
-        stack = heads.setdefault(head, nn.Sequential())
-        if len(stack):
-            stack.append(nn.ReLU())
-        stack.append(linear)
-    return [stack.requires_grad_(False).eval() for _, stack in sorted(heads.items())]
+                heads.setdefault(int(found[1] or 0), {})[found[2]] = weights.get_tensor(name)
+    stacks = []
+    for _, tensors in sorted(heads.items()):
+        first, *rest = linear_layers(tensors)
+        stacks.append(nn.Sequential(first))
+        for layer in rest:
+            stacks[-1].extend([nn.ReLU(), layer])
+    return stacks

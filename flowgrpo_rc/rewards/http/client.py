@@ -15,12 +15,14 @@ import asyncio
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,86 +44,51 @@ _TOKEN = re.compile(r"[\w.~+/-]+=*", re.ASCII)
 
 
 class ServerError(RuntimeError):
-    """The server cannot be reached, failed, or gave an answer of the wrong form."""
+    """The server cannot be reached, failed, or gave an answer of the wrong form.
 
+    Attributes:
+      after_s: nothing was done, so the request may be sent again after so many seconds; None: it
+        may not.
+      remedy: what to do about it; empty for a server that is there and lets us in.
+    """
 
-class _ComeAgain(ServerError):
-    """Nothing was done: the request may be sent again, at the earliest after `after_s` seconds."""
-
-    def __init__(self, message: str, after_s: float = 0.0) -> None:
+    def __init__(self, message: str, *, after_s: float | None = None, remedy: str = "") -> None:
         super().__init__(message)
         self.after_s = after_s
+        self.remedy = remedy
 
 
-class _Unreachable(_ComeAgain):
-    """Nobody listens at this address."""
-
-
-class _NoAccess(ServerError):
-    """The server refuses the token."""
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class JsonClient:
     """Posts JSON objects and returns the JSON of the answers.
-
-    Args:
-      url: https, or http to this machine (localhost, 127.0.0.1, [::1]); without user, query and
-        fragment.
-      token_env: name of the environment variable that holds the bearer token; None for no token.
-      ca_file: certificates (PEM) to trust instead of the system's.
-      deadline_s: limit of one call, with all of its requests, retries and pauses, in seconds.
-      max_attempts: how often one request is sent at most.
-      max_pause_s: longest pause between two attempts, in seconds; pauses are random and their
-        range grows from half a second.
-      max_response_mb: an answer above this size, in MB, is cut off and refused.
-      max_failures: after so many failed calls in a row, calls fail at once for `cooldown_s`.
-      cooldown_s: length of that pause, in seconds; the next call after it is tried again.
 
     Raises:
       ValueError: an option is out of range, the variable is unset, the address would show token or
         samples to others, or the packages of the extra `remote` are missing.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        token_env: str | None = None,
-        ca_file: str | None = None,
-        deadline_s: float = 120.0,
-        max_attempts: int = 4,
-        max_pause_s: float = 10.0,
-        max_response_mb: float = 16.0,
-        max_failures: int = 3,
-        cooldown_s: float = 60.0,
-    ) -> None:
-        if not all(find_spec(name) for name in PACKAGES):
-            raise ValueError(
-                f"a reward over HTTP needs {' and '.join(PACKAGES)}: {install_hint('remote')}"
-            )
-        limits = {
-            "deadline_s": deadline_s,
-            "max_response_mb": max_response_mb,
-            "max_pause_s": max_pause_s,
-        }
-        for name, value in limits.items():
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value!r}: give a number above 0")
-        if max_attempts < 1 or max_failures < 1 or cooldown_s < 0:
-            raise ValueError(
-                f"max_attempts={max_attempts} and max_failures={max_failures} must be at least 1, "
-                f"and cooldown_s={cooldown_s} at least 0"
-            )
-        _check_url(url)
-        self._url = url.rstrip("/")
-        self._deadline_s = deadline_s
-        self._max_attempts = max_attempts
-        self._max_pause_s = max_pause_s
-        self._max_bytes = int(max_response_mb * 1e6)
-        self._token = None if token_env is None else read_token(token_env)
-        self._tls: ssl.SSLContext | bool = True if ca_file is None else _trusting(ca_file)
-        self._max_failures = max_failures
-        self._cooldown_s = cooldown_s
+    url: str  # https, or http to this machine; without user, query and fragment
+    token_env: str | None = None  # the environment variable that holds the bearer token
+    ca_file: str | None = None  # certificates (PEM) to trust instead of the system's
+    deadline_s: float = 120.0  # of one call, with all of its requests, retries and pauses
+    max_attempts: int = 4  # to send one request
+    max_pause_s: float = 10.0  # between attempts; random, its range grows from half a second
+    max_response_mb: float = 16.0  # a larger answer is cut off and refused
+    max_failures: int = 3  # after so many failed calls in a row, calls fail for `cooldown_s`
+    cooldown_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_packages("a reward over HTTP", PACKAGES, "remote")
+        for name in ("deadline_s", "max_pause_s", "max_response_mb"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: give a number above 0")
+        for name, least in (("max_attempts", 1), ("max_failures", 1), ("cooldown_s", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        _check_url(self.url)
+        self._url = self.url.rstrip("/")
+        self._token = None if self.token_env is None else read_token(self.token_env)
+        self._tls = True if self.ca_file is None else _trusting(self.ca_file)
         self._failures = 0  # failed calls in a row
         self._closed_until = 0.0
         # At their lowest level these loggers print headers, which a server may fill with the token.
@@ -137,13 +104,23 @@ class JsonClient:
         Raises:
           ValueError: it cannot be reached within some seconds, or refuses the token.
         """
-        deadline = min(self._deadline_s, PROBE_S)
+        deadline = min(self.deadline_s, PROBE_S)
         (answer,) = asyncio.run(self._ask_all(path, [None], 1, deadline, attempts=1))
-        if isinstance(answer, _Unreachable):
-            raise ValueError(f"{answer}: start the server first, and check url")
-        if isinstance(answer, _NoAccess):
-            raise ValueError(f"{answer}: token_env must name the variable with its token")
-        return None if isinstance(answer, ServerError) else answer
+        if not isinstance(answer, ServerError):
+            return answer
+        if answer.remedy:
+            raise ValueError(f"{answer}: {answer.remedy}")
+        return None
+
+    def post_each(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int = 1
+    ) -> list[Any]:
+        """Sends requests as `post_all` does; raises the ServerError of the first that failed."""
+        answers = self.post_all(path, bodies, concurrency=concurrency)
+        for answer in answers:
+            if isinstance(answer, ServerError):
+                raise answer
+        return answers
 
     def post_all(
         self, path: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int = 1
@@ -165,12 +142,12 @@ class JsonClient:
                 f"left alone for another {left:.0f} s after {self._failures} failures in a row"
             )
         answers = asyncio.run(
-            self._ask_all(path, bodies, concurrency, self._deadline_s, attempts=self._max_attempts)
+            self._ask_all(path, bodies, concurrency, self.deadline_s, attempts=self.max_attempts)
         )
         failed = bool(answers) and all(isinstance(answer, ServerError) for answer in answers)
         self._failures = self._failures + 1 if failed else 0
-        if self._failures >= self._max_failures:
-            self._closed_until = time.monotonic() + self._cooldown_s
+        if self._failures >= self.max_failures:
+            self._closed_until = time.monotonic() + self.cooldown_s
         return answers
 
     def without_token(self, text: str) -> str:
@@ -191,19 +168,23 @@ class JsonClient:
         import httpx2
         from tenacity import (
             retry,
-            retry_if_exception_type,
+            retry_if_exception,
             stop_after_attempt,
             wait_random_exponential,
         )
 
-        grows = wait_random_exponential(multiplier=0.5, max=self._max_pause_s)
+        grows = wait_random_exponential(multiplier=0.5, max=self.max_pause_s)
+
+        def is_repeated(error: BaseException) -> bool:
+            return isinstance(error, ServerError) and error.after_s is not None
 
         def pause(state: RetryCallState) -> float:
             error = state.outcome.exception() if state.outcome else None
-            return grows(state) + (error.after_s if isinstance(error, _ComeAgain) else 0.0)
+            asked = error.after_s if isinstance(error, ServerError) else None
+            return grows(state) + (asked or 0.0)
 
         send = retry(
-            retry=retry_if_exception_type(_ComeAgain),
+            retry=retry_if_exception(is_repeated),
             stop=stop_after_attempt(attempts),
             wait=pause,
             reraise=True,
@@ -247,21 +228,21 @@ class JsonClient:
                 # Raw, since a short compressed answer may become a long one.
                 async for chunk in response.aiter_raw():
                     content += chunk
-                    if len(content) > self._max_bytes:
-                        raise ServerError(
-                            f"{self._url} answered more than "
-                            f"max_response_mb={self._max_bytes / 1e6:g}"
-                        )
+                    if len(content) > self.max_response_mb * 1e6:
+                        limit = f"max_response_mb={self.max_response_mb:g}"
+                        raise ServerError(f"{self._url} answered more than {limit}")
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             # Nothing has been sent yet, so the text of the error cannot hold the token.
-            raise _Unreachable(
-                f"{self._url} cannot be reached ({type(error).__name__}: {error})"
+            kind = type(error).__name__
+            raise ServerError(
+                f"{self._url} cannot be reached ({kind}: {error})",
+                after_s=0.0,
+                remedy="start the server first, and check url",
             ) from None
         except (httpx2.HTTPError, ssl.SSLError) as error:
             # The text of the error may hold what the server sent, so only its type is named.
-            raise ServerError(
-                f"{self._url} broke off or does not speak HTTP ({type(error).__name__})"
-            ) from None
+            kind = type(error).__name__
+            raise ServerError(f"{self._url} broke off or does not speak HTTP ({kind})") from None
         return self._parsed(response, bytes(content))
 
     def _parsed(self, response: httpx2.Response, content: bytes) -> Any:
@@ -271,19 +252,20 @@ class JsonClient:
             # Retry-After may be a date as well, which would need equal clocks.
             after = response.headers.get("retry-after", "")
             seconds = float(after) if re.fullmatch("[0-9]{1,5}", after) else 0.0
-            raise _ComeAgain(f"{self._url} answered {status}", seconds)
+            raise ServerError(f"{self._url} answered {status}", after_s=seconds)
         if status != 200:
             said = self._quoted(content) if kind == "application/json" else ""
-            failure = _NoAccess if status in NO_ACCESS else ServerError
-            raise failure(f"{self._url} answered {status}{said}")
+            remedy = ""
+            if status in NO_ACCESS:
+                remedy = "token_env must name the variable with its token"
+            raise ServerError(f"{self._url} answered {status}{said}", remedy=remedy)
         if kind != "application/json" or "content-encoding" in response.headers:
             raise ServerError(f"{self._url} answered something else than plain application/json")
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ServerError(
-                f"{self._url} answered broken JSON ({type(error).__name__})"
-            ) from None
+            kind = type(error).__name__
+            raise ServerError(f"{self._url} answered broken JSON ({kind})") from None
 
     def _quoted(self, content: bytes) -> str:
         """Returns the server's reason for a refusal: printable, short and without the token."""
@@ -300,6 +282,12 @@ class _Lookups(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
+    """Raises ValueError if a package of an extra is missing; `what` needs it."""
+    if not all(find_spec(name) for name in packages):
+        raise ValueError(f"{what} needs {' and '.join(packages)}: {install_hint(extra)}")
 
 
 def is_loopback(host: str) -> bool:
@@ -321,10 +309,7 @@ def read_token(name: str) -> str:
         raise ValueError("token_env must be the name of an environment variable, not a token")
     token = os.environ.get(name, "")
     if not _TOKEN.fullmatch(token):
-        raise ValueError(
-            "token_env: the environment variable of that name is unset, or holds no token "
-            "(letters, digits, -._~+/=)"
-        )
+        raise ValueError("token_env: the environment variable of that name is unset, or no token")
     return token
 
 
@@ -337,10 +322,7 @@ def _check_url(url: str) -> None:
     except ValueError:
         raise ValueError("url must have a port from 0 to 65535 after the host, or none") from None
     if "@" in address.netloc or address.query or address.fragment:
-        raise ValueError(
-            "url must have no user, query or fragment: put a token into an environment variable "
-            "(token_env)"
-        )
+        raise ValueError("url must have no user, query or fragment: a token goes into token_env")
     if address.scheme == "http" and not is_loopback(address.hostname):
         raise ValueError(
             f"url={url!r} would send samples and token in the clear: use https, or a tunnel to "
@@ -352,6 +334,4 @@ def _trusting(ca_file: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=Path(ca_file).expanduser())
     except OSError as error:
-        raise ValueError(
-            f"ca_file={ca_file!r}: give a file of certificates in PEM ({error})"
-        ) from error
+        raise ValueError(f"{ca_file=}: give a file of certificates in PEM ({error})") from error

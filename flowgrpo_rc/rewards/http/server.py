@@ -6,12 +6,11 @@ It demands a bearer token, limits time and size of a request and runs one call a
 import asyncio
 import hmac
 import json
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo_rc.plugins import build, install_hint, load_class
+from flowgrpo_rc.plugins import build, load_class
 from flowgrpo_rc.rewards.base import Reward
-from flowgrpo_rc.rewards.http.client import is_loopback, read_token
+from flowgrpo_rc.rewards.http.client import check_packages, is_loopback, read_token
 from flowgrpo_rc.rewards.http.door import Door, protocol
 from flowgrpo_rc.rewards.http.wire import PATH, decode, encode_scores
 
@@ -122,31 +121,24 @@ def serve(
       name: a reward of the package, or the full path of a class.
       options: keyword arguments of the reward.
       token_env: name of the environment variable with the token that clients must send.
-      host: address to listen at.
-      port: port to listen at.
       certificate: file with the TLS certificate; None for plain HTTP, on this machine only.
       key: file with the key of the certificate.
       max_body_mb: longest body of a request, in MB.
     """
-    if not all(find_spec(package) for package in PACKAGES):
-        raise ValueError(f"serve-reward needs {' and '.join(PACKAGES)}: {install_hint('serve')}")
+    check_packages("serve-reward", PACKAGES, "serve")
     token = read_token(token_env)
     if (certificate is None) != (key is None):
         raise ValueError("give both --certificate and --key, or none")
     if certificate is None and not is_loopback(host):
         raise ValueError(
-            f"--host {host} is reached from other machines, where samples and token would travel "
-            "in the clear: give --certificate and --key, or keep 127.0.0.1 and let clients come "
-            "through a tunnel"
+            f"--host {host} would let samples and token travel in the clear: give --certificate "
+            "and --key, or keep 127.0.0.1 and let clients come through a tunnel"
         )
     reward: Reward = build(load_class(PACKAGE, name, Reward), options, name)
     if reward.kind == "latent":
         raise ValueError(f"{name} scores latents, which do not travel")
     if reward.groupwise:
-        raise ValueError(
-            f"{name} compares whole groups, and a request holds a few samples: run it "
-            "in the trainer's process"
-        )
+        raise ValueError(f"{name} compares whole groups, and a request holds a few samples")
     reward.check()
     import uvicorn
 

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from io import BytesIO
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -61,10 +60,8 @@ def encode_scores(scores: Scores) -> dict[str, Any]:
     def column(values: Sequence[float]) -> list[float | None]:
         return [None if math.isnan(value) else value for value in finite_numbers(values)]
 
-    return {
-        "values": column(scores.values),
-        "parts": {name: column(part) for name, part in scores.parts.items()},
-    }
+    parts = {name: column(part) for name, part in scores.parts.items()}
+    return {"values": column(scores.values), "parts": parts}
 
 
 def decode_scores(answer: Any, part_names: Sequence[str], count: int) -> Scores:
@@ -99,14 +96,11 @@ def decode_png(text: Any, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     try:
         with Image.open(BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"]) as image:
             if image.width * image.height > max_pixels:
-                raise ValueError(
-                    f"{image.width} x {image.height} pixels are too many for one request"
-                )
+                raise ValueError(f"{image.width} x {image.height} pixels are too many")
             return np.asarray(image.convert("RGB"))
     except (binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(
-            f"an image must be a PNG file in base64 ({type(error).__name__})"
-        ) from error
+        kind = type(error).__name__
+        raise ValueError(f"an image must be a PNG file in base64 ({kind})") from error
 
 
 def _decoded(kind: str, samples: list[Any]) -> Any:
@@ -116,9 +110,8 @@ def _decoded(kind: str, samples: list[Any]) -> Any:
         return samples
     if kind == "image":
         return _stack(samples)
-    if not all(
-        isinstance(sample, list) and len(sample) == len(samples[0]) > 0 for sample in samples
-    ):
+    lengths = [len(sample) if isinstance(sample, list) else 0 for sample in samples]
+    if not lengths[0] or len(set(lengths)) > 1:
         raise ValueError("videos must be lists of images, all of one length")
     frames = _stack([frame for sample in samples for frame in sample])
     return frames.reshape(len(samples), -1, *frames.shape[1:])
@@ -143,7 +136,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 
 def _images(files: Any) -> tuple[bytes, ...]:
-    """The images of a prompt, each of which is looked at before anybody decodes it."""
+    """Returns the images of a prompt, whose sizes are looked at before anybody decodes them."""
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise ValueError("a prompt's images must be files in base64")
     try:
@@ -172,9 +165,6 @@ def _column(values: Any, count: int) -> list[float]:
     if not isinstance(values, list) or len(values) != count:
         found = f"{len(values)} numbers" if isinstance(values, list) else type(values).__name__
         raise ValueError(f"the answer has {found} for {count} samples")
-    if not all(
-        value is None or (isinstance(value, Real) and not isinstance(value, bool))
-        for value in values
-    ):
+    if not all(type(value) in (int, float, type(None)) for value in values):
         raise ValueError("the answer holds something else than numbers and null")
     return [math.nan if value is None else float(value) for value in values]

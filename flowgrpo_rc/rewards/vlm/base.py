@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+from flowgrpo_rc.rewards.http.client import ServerError
+
+_LONGEST_QUOTE = 100  # characters of an answer in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,20 +22,12 @@ class Question:
     text: str  # stands behind the pictures
     turns: tuple[tuple[str, str], ...] = ()  # what was said since: an answer and the reply to it
 
-    def after(self, answer: str, reply: str) -> Question:
-        """Returns the question in the same conversation, after an answer and a reply to it."""
-        return replace(self, turns=(*self.turns, (answer, reply)))
-
 
 class Answer(NamedTuple):
-    """Holds what a model said, and whether the limit of its length cut it."""
+    """Holds what a model said."""
 
     text: str
-    is_cut: bool
-
-
-class VlmError(RuntimeError):
-    """A model has no answer to a question; the message says why."""
+    is_cut: bool  # by the limit of its length
 
 
 class Vlm(ABC):
@@ -41,13 +37,10 @@ class Vlm(ABC):
         """Raises ValueError if it cannot be reached. It is called before anything is loaded."""
 
     @abstractmethod
-    def answer(self, questions: Sequence[Question]) -> list[Answer | VlmError]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer | ServerError]:
         """Returns the answer to each of N questions, or why it has none."""
 
     def quote(self, text: str) -> str:
         """Returns the beginning of an answer in a form that may stand in a message."""
         printable = "".join(character for character in text if character.isprintable())
-        return repr(printable[:LONGEST_QUOTE])
-
-
-LONGEST_QUOTE = 100  # characters of an answer in a message
+        return repr(printable[:_LONGEST_QUOTE])

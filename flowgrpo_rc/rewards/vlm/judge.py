@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import Reward
-from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm, VlmError
+from flowgrpo_rc.rewards.base import Reward, check_at_least_one
+from flowgrpo_rc.rewards.http.client import ServerError
+from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
 from flowgrpo_rc.rewards.vlm.local import LocalVlm
 from flowgrpo_rc.rewards.vlm.server import VlmServer
 
@@ -38,10 +41,7 @@ class AsksVlm(Reward):
 
     def __init__(self, vlm: dict[str, Any]) -> None:
         if ("url" in vlm) == ("path" in vlm):
-            raise ValueError(
-                "which model answers? Give url and model for one behind a server, or path for one "
-                "in this process"
-            )
+            raise ValueError("which model answers? Give url and model for a server, or path")
         self._vlm: Vlm
         if "url" in vlm:
             self._vlm = build(VlmServer, vlm, "a VLM's server")
@@ -66,10 +66,12 @@ class _Unreadable(ValueError):
 
 
 class Judge:
-    """Asks a model questions whose answers are numbers.
+    """Asks a model a question of its own about each prompt, whose answer is a number.
 
     Args:
       vlm: the model.
+      question: what is asked, with the names of `known` in braces where their values should stand.
+      known: among `prompt`, `target`, `low` and `high`.
       parse: where in an answer the number is. `number`: the last one; 7/10 and "7 out of 10" are
         7. `regex:PATTERN`: the group of the last match. `json:KEY`: the value of KEY in the last
         JSON object that has it.
@@ -78,17 +80,41 @@ class Judge:
       attempts: how often a question is asked at most, if its answer cannot be read.
     """
 
-    def __init__(self, vlm: Vlm, *, parse: str, low: float, high: float, attempts: int) -> None:
+    def __init__(
+        self,
+        vlm: Vlm,
+        question: str,
+        known: Sequence[str],
+        *,
+        parse: str,
+        low: float,
+        high: float,
+        attempts: int,
+    ) -> None:
+        for name in _PLACE.findall(question):
+            if name not in known:
+                allowed = ", ".join(f"{{{one}}}" for one in known)
+                raise ValueError(f"question: {{{name}}} is unknown; allowed are {allowed}")
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError(f"low={low!r} and high={high!r}: low must be below high")
-        if attempts < 1:
-            raise ValueError(f"attempts={attempts!r} must be at least 1")
+        check_at_least_one(attempts=attempts)
         self._vlm = vlm
+        self._question = question
         self._low = low
         self._high = high
         self._attempts = attempts
         self._read, form = _reader(parse, low, high)
         self._reply = f"That could not be read. Answer with {form} and nothing else."
+
+    def text(self, prompt: Prompt) -> str:
+        """Returns the question about a prompt, with its values in place of the names in braces."""
+        values = {
+            "prompt": prompt.text,
+            "target": prompt.target or "",
+            "low": f"{self._low:g}",
+            "high": f"{self._high:g}",
+        }
+        return _PLACE.sub(lambda found: values[found[1]], self._question)
 
     def ask(self, questions: Sequence[Question]) -> list[Verdict]:
         """Asks N questions, and again those whose answers cannot be read.
@@ -103,15 +129,15 @@ class Judge:
             for (index, question), answer in zip(list(current.items()), answers, strict=True):
                 verdicts[index] = self._judge(answer, repeats)
                 if verdicts[index].failure and isinstance(answer, Answer):
-                    said = answer.text[-LONGEST_ANSWER:]
-                    unreadable[index] = question.after(said, self._reply)
+                    turn = answer.text[-LONGEST_ANSWER:], self._reply
+                    unreadable[index] = replace(question, turns=(*question.turns, turn))
             current = unreadable
             if not current:
                 break
         return verdicts
 
-    def _judge(self, answer: Answer | VlmError, repeats: int) -> Verdict:
-        if isinstance(answer, VlmError):
+    def _judge(self, answer: Answer | ServerError, repeats: int) -> Verdict:
+        if isinstance(answer, ServerError):
             return Verdict(math.nan, repeats, str(answer))
         if answer.is_cut:
             return Verdict(math.nan, repeats, "the answer was cut at max_tokens; raise it")
@@ -132,19 +158,6 @@ def failure_of(verdicts: Sequence[Verdict]) -> str:
     return f"{len(failures)} of {len(verdicts)} questions have no answer that counts: {failures[0]}"
 
 
-def check_template(text: str, known: Sequence[str]) -> None:
-    """Raises ValueError for a question with a name in braces that is not known."""
-    for name in _PLACE.findall(text):
-        if name not in known:
-            allowed = ", ".join(f"{{{one}}}" for one in known)
-            raise ValueError(f"question: {{{name}}} is unknown; allowed are {allowed}")
-
-
-def filled(text: str, values: Mapping[str, str]) -> str:
-    """Returns a question with the values at the names in braces; other braces stay."""
-    return _PLACE.sub(lambda found: values[found[1]], text)
-
-
 def _reader(parse: str, low: float, high: float) -> tuple[Read, str]:
     """Returns what reads an answer, and the form of it in words."""
     kind, _, rest = parse.partition(":")
@@ -159,9 +172,7 @@ def _reader(parse: str, low: float, high: float) -> tuple[Read, str]:
         except re.error as error:
             raise ValueError(f"parse={parse!r}: this is no regular expression: {error}") from error
         if pattern.groups != 1:
-            raise ValueError(
-                f"parse={parse!r} has {pattern.groups} groups; it needs one, around the number"
-            )
+            raise ValueError(f"{parse=} has {pattern.groups} groups; it needs one for the number")
         return lambda text: _matched(text, pattern), f"{between} in the form that was asked for"
     raise ValueError(f"parse={parse!r}: give number, regex:PATTERN or json:KEY")
 
@@ -193,8 +204,9 @@ def _matched(text: str, pattern: re.Pattern[str]) -> float:
 def _json_value(text: str, key: str) -> float:
     decoder = json.JSONDecoder()
     number = None
-    start = text.find("{")
+    end = 0
     for _ in range(MOST_BRACES):
+        start = text.find("{", end)
         if start < 0:
             break
         try:
@@ -203,7 +215,6 @@ def _json_value(text: str, key: str) -> float:
             end = start + 1
         else:
             number = value.get(key, number)
-        start = text.find("{", end)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise _Unreadable(f"no JSON object with a number at {key!r}")
     try:

@@ -3,56 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flowgrpo_rc.rewards.backbones.checkpoint import checkpoint_source, load_pretrained
-from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, plain
-from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm, VlmError
+from flowgrpo_rc.rewards.backbones.qwen_vl import (
+    QwenVlReader,
+    check_qwen_vl,
+    message,
+    plain,
+)
+from flowgrpo_rc.rewards.base import batches, check_at_least_one
+from flowgrpo_rc.rewards.http.client import ServerError
+from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
 
 
-class _LoadedVlm(NamedTuple):
-    model: Any
-    reader: QwenVlReader
-    settings: Any
-
-
+@dataclass(kw_only=True, eq=False)
 class LocalVlm(Vlm):
-    """A model of this process, which loads at the first question.
+    """A model of this process, which loads at the first question."""
 
-    Args:
-      path: a local folder or a hub id; weights are read from safetensors only.
-      device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
-      dtype: fp32, bf16 or fp16.
-      batch_size: questions in one forward.
-      max_tokens: longest answer.
-    """
+    path: str  # a local folder or a hub id; weights are read from safetensors only
+    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
+    dtype: str = "bf16"  # or fp32, fp16
+    batch_size: int = 8  # questions in one forward
+    max_tokens: int = 128  # of an answer
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        device: str = "auto",
-        dtype: str = "bf16",
-        batch_size: int = 8,
-        max_tokens: int = 128,
-    ) -> None:
-        self._path = checkpoint_source(path, key="path")
-        check_qwen_vl(self._path, device=device, dtype=dtype, batch_size=batch_size)
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens!r} must be at least 1")
-        self._device = device
-        self._dtype = dtype
-        self._batch_size = batch_size
-        self._max_tokens = max_tokens
+    def __post_init__(self) -> None:
+        self._path = checkpoint_source(self.path, key="path")
+        check_qwen_vl(self._path, device=self.device, dtype=self.dtype, batch_size=self.batch_size)
+        check_at_least_one(max_tokens=self.max_tokens)
 
-    def answer(self, questions: Sequence[Question]) -> list[Answer | VlmError]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer | ServerError]:
         """Answers `batch_size` questions at a time, with the likeliest words."""
-        answers: list[Answer | VlmError] = []
-        for start in range(0, len(questions), self._batch_size):
-            answers += self._answer(questions[start : start + self._batch_size])
+        answers: list[Answer | ServerError] = []
+        for rows in batches(len(questions), self.batch_size):
+            answers += self._answer(questions[rows])
         return answers
 
     @torch.inference_mode()
@@ -70,11 +58,12 @@ class LocalVlm(Vlm):
         return [Answer(text, cut) for text, cut in zip(texts, is_cut.tolist(), strict=True)]
 
     @cached_property
-    def _loaded(self) -> _LoadedVlm:
+    def _loaded(self) -> tuple[Any, QwenVlReader, Any]:
+        """Loads the model, what prepares its inputs, and the settings of its answers."""
         from transformers import AutoModelForImageTextToText, GenerationConfig
 
         model = load_pretrained(
-            AutoModelForImageTextToText, self._path, device=self._device, dtype=self._dtype
+            AutoModelForImageTextToText, self._path, device=self.device, dtype=self.dtype
         )
         reader = QwenVlReader(
             self._path, image_token_id=model.config.image_token_id, padding_side="left"
@@ -82,20 +71,15 @@ class LocalVlm(Vlm):
         # Settings of our own, since a checkpoint may come with those of sampling.
         settings = GenerationConfig(
             do_sample=False,
-            max_new_tokens=self._max_tokens,
+            max_new_tokens=self.max_tokens,
             eos_token_id=model.generation_config.eos_token_id,
             pad_token_id=reader.tokenizer.pad_token_id,
         )
-        return _LoadedVlm(model, reader, settings)
+        return model, reader, settings
 
 
 def _messages(question: Question) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = [{"type": "image"} for _ in question.pictures]
-    content.append({"type": "text", "text": plain(question.text)})
-    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    messages = [message("user", plain(question.text), pictures=len(question.pictures))]
     for said, reply in question.turns:
-        messages += [
-            {"role": "assistant", "content": [{"type": "text", "text": plain(said)}]},
-            {"role": "user", "content": [{"type": "text", "text": plain(reply)}]},
-        ]
+        messages += [message("assistant", plain(said)), message("user", plain(reply))]
     return messages

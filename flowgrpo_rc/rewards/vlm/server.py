@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.base import check_at_least_one
 from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
 from flowgrpo_rc.rewards.http.wire import encode_png
-from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm, VlmError
+from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
 
 
 class VlmServer(Vlm):
@@ -19,9 +20,7 @@ class VlmServer(Vlm):
       model: name of the model on the server.
       max_tokens: longest answer.
       concurrency: questions at the same time.
-      connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
-        `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
-        questions of one call together.
+      connection: the other options of `JsonClient`. Its deadline is for all questions of a call.
     """
 
     def __init__(
@@ -33,10 +32,7 @@ class VlmServer(Vlm):
         concurrency: int = 16,
         **connection: Any,
     ) -> None:
-        if max_tokens < 1 or concurrency < 1:
-            raise ValueError(
-                f"max_tokens={max_tokens!r} and concurrency={concurrency!r} must be at least 1"
-            )
+        check_at_least_one(max_tokens=max_tokens, concurrency=concurrency)
         self._model = model
         self._max_tokens = max_tokens
         self._concurrency = concurrency
@@ -50,13 +46,12 @@ class VlmServer(Vlm):
                 if self._model not in names:
                     raise ValueError(f"model={self._model}: the server has {', '.join(names)}")
 
-    def answer(self, questions: Sequence[Question]) -> list[Answer | VlmError]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer | ServerError]:
         """Asks several questions at a time; a busy server is asked again by the client."""
         bodies = [self._request(question) for question in questions]
+        path = "/chat/completions"
         try:
-            replies = self._client.post_all(
-                "/chat/completions", bodies, concurrency=self._concurrency
-            )
+            replies = self._client.post_all(path, bodies, concurrency=self._concurrency)
         except ServerError as error:
             replies = [error] * len(questions)
         return [_answer(reply) for reply in replies]
@@ -66,21 +61,15 @@ class VlmServer(Vlm):
         return super().quote(self._client.without_token(text))
 
     def _request(self, question: Question) -> dict[str, Any]:
+        urls = [f"data:image/png;base64,{encode_png(picture)}" for picture in question.pictures]
         content: list[dict[str, Any]] = [
-            {
-                "type": "image_url",
-                "image_url": {"url": f"data:image/png;base64,{encode_png(picture)}"},
-            }
-            for picture in question.pictures
+            *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+            {"type": "text", "text": question.text},
         ]
-        messages = [
-            {"role": "user", "content": [*content, {"type": "text", "text": question.text}]}
-        ]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         for said, reply in question.turns:
-            messages += [
-                {"role": "assistant", "content": said},
-                {"role": "user", "content": reply},
-            ]
+            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "user", "content": reply})
         return {
             "model": self._model,
             "messages": messages,
@@ -89,11 +78,11 @@ class VlmServer(Vlm):
         }
 
 
-def _answer(reply: Any) -> Answer | VlmError:
+def _answer(reply: Any) -> Answer | ServerError:
     """Returns the first choice of a chat completion."""
     match reply:
         case ServerError():
-            return VlmError(str(reply))
+            return reply
         case {"choices": [{"message": {"content": str(text)}, **further}, *_]}:
             return Answer(text, further.get("finish_reason") == "length")
-    return VlmError("the answer is no chat completion")
+    return ServerError("the answer is no chat completion")

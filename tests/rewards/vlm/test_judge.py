@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm, VlmError
-from flowgrpo_rc.rewards.vlm.judge import Judge, check_template, failure_of, filled
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.http.client import ServerError
+from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
+from flowgrpo_rc.rewards.vlm.judge import Judge, failure_of
 
 QUESTION = Question(pictures=[], text="how good?")
+NAMES = ("prompt", "target", "low", "high")
+
+
+def judge_of(vlm: Vlm, question: str = "how good?", **options: Any) -> Judge:
+    given = {"parse": "number", "low": 0, "high": 10, "attempts": 1} | options
+    return Judge(vlm, question, NAMES, **given)
 
 
 class Says(Vlm):
     """Says what it was given, one list of answers for each time it is asked."""
 
-    def __init__(self, *times: Sequence[str | Answer | VlmError]) -> None:
+    def __init__(self, *times: Sequence[str | Answer | ServerError]) -> None:
         self.times = list(times)
         self.heard: list[Sequence[Question]] = []
 
@@ -27,7 +36,7 @@ class Says(Vlm):
 
 
 def judged(parse: str, said: str, *, low: float = 0, high: float = 10) -> float:
-    judge = Judge(Says([said]), parse=parse, low=low, high=high, attempts=1)
+    judge = judge_of(Says([said]), parse=parse, low=low, high=high)
     return judge.ask([QUESTION])[0].number
 
 
@@ -83,10 +92,9 @@ def test_both_ends_of_the_scale_count() -> None:
 
 def test_it_asks_again_in_the_same_conversation_and_only_what_it_could_not_read() -> None:
     vlm = Says(
-        ["5", "nice", VlmError("gone"), Answer("12 or", True), "very nice"], ["6", "7", "great"]
+        ["5", "nice", ServerError("gone"), Answer("12 or", True), "very nice"], ["6", "7", "great"]
     )
-    judge = Judge(vlm, parse="number", low=0, high=10, attempts=2)
-    found = judge.ask([QUESTION] * 5)
+    found = judge_of(vlm, attempts=2).ask([QUESTION] * 5)
     assert [verdict.repeats for verdict in found] == [0, 1, 0, 1, 1]
     assert [one.number for one in found] == pytest.approx(
         [5, 6, math.nan, 7, math.nan], nan_ok=True
@@ -102,8 +110,7 @@ def test_it_asks_again_in_the_same_conversation_and_only_what_it_could_not_read(
 
 
 def test_a_cut_answer_does_not_count() -> None:
-    judge = Judge(Says([Answer("5 dogs", True)]), parse="number", low=0, high=10, attempts=1)
-    (verdict,) = judge.ask([QUESTION])
+    (verdict,) = judge_of(Says([Answer("5 dogs", True)])).ask([QUESTION])
     assert math.isnan(verdict.number)
     assert "max_tokens" in verdict.failure
 
@@ -119,17 +126,15 @@ def test_a_cut_answer_does_not_count() -> None:
         ({"low": 10}, r"low=10 and high=10: low must be below high"),
         ({"high": math.inf}, r"high=inf"),
         ({"attempts": 0}, r"attempts=0 must be at least 1"),
+        ({"question": "{promt}"}, r"\{promt\} is unknown; allowed are \{prompt\}, \{target\}"),
     ],
 )
 def test_wrong_options(options: dict[str, object], message: str) -> None:
-    given = {"parse": "number", "low": 0, "high": 10, "attempts": 1} | options
     with pytest.raises(ValueError, match=message):
-        Judge(Says(), **given)
+        judge_of(Says(), **options)
 
 
-def test_templates() -> None:
-    text = 'Answer {"score": 1} for {prompt}, not {}'
-    check_template(text, ("prompt",))
-    assert filled(text, {"prompt": "a {target}"}) == 'Answer {"score": 1} for a {target}, not {}'
-    with pytest.raises(ValueError, match=r"\{promt\} is unknown; allowed are \{prompt\}, \{low\}"):
-        check_template("{promt}", ("prompt", "low"))
+def test_the_text_of_a_question() -> None:
+    judge = judge_of(Says(), 'Say {"score": 1} for {prompt}, not {}, of {high}')
+    prompt = Prompt(text="a {target}", index=0)
+    assert judge.text(prompt) == 'Say {"score": 1} for a {target}, not {}, of 10'
