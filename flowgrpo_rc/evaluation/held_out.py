@@ -13,6 +13,7 @@ from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.rewards.base import batches
 from flowgrpo_rc.rewards.collect import collect_rewards, record_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.config import EvaluationConfig
@@ -21,15 +22,10 @@ NUM_SHOWN = 16
 
 
 class HeldOut(NamedTuple):
-    """Held-out samples.
+    """Held-out samples."""
 
-    Attributes:
-      samples: images, videos or texts; None if they were not decoded.
-      latents: latents of images, [N, ...]; None for texts.
-    """
-
-    samples: Any
-    latents: Tensor | None = None
+    samples: Any  # images, videos or texts; None if they were not decoded
+    latents: Tensor | None = None  # of images, [N, ...]; None for texts
 
     def first(self, count: int) -> HeldOut:
         """Returns the first `count` samples."""
@@ -41,38 +37,24 @@ class HeldOutSampler(Protocol):
 
     def __call__(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], *, decode: bool = True
-    ) -> HeldOut:
-        """See `Task.sample`."""
+    ) -> HeldOut: ...
 
 
 class HeldOutScores(NamedTuple):
-    """Scores of the held-out prompts.
+    """Scores of the held-out prompts, and samples of the first ones from all processes."""
 
-    Attributes:
-      metrics: `reward` and its components, not yet reduced.
-      samples: samples of the first prompts, from all processes.
-      prompts: the prompts of these samples.
-      scores: the rewards of these samples.
-    """
-
-    metrics: MetricBag
+    metrics: MetricBag  # `reward` and its components, not yet reduced
     samples: Sequence[Any]
-    prompts: Sequence[Prompt]
-    scores: Sequence[float]
+    prompts: Sequence[Prompt]  # of these samples
+    scores: Sequence[float]  # of these samples
 
 
 class Scored(NamedTuple):
-    """Samples of all processes, scored.
+    """Samples of all processes, scored."""
 
-    Attributes:
-      rewards: rewards of this process's share.
-      first: place of the first of them among all.
-      shown: the first samples of all, the same on all processes.
-    """
-
-    rewards: Rewards
-    first: int
-    shown: Sequence[Any]
+    rewards: Rewards  # of this process's share
+    first: int  # place of the first of them among all
+    shown: Sequence[Any]  # the first samples of all, the same on all processes
 
 
 class Evaluator:
@@ -130,9 +112,9 @@ def score_samples(
 
     Args:
       sample: draws the samples.
-      prompts: the prompts, [N].
+      prompts: of all processes, [N].
       seeds: the seed of each sample, [N].
-      rewards: score them.
+      rewards: score the samples.
       processes: the processes of the run.
       batch_size: samples made at once.
       show: how many of the first samples are returned; 0 for none.
@@ -143,29 +125,20 @@ def score_samples(
     missing = share - len(own)
     filled = [*own, *[prompts[-1]] * missing]
     filled_seeds = [*seeds[first : first + share], *[seeds[-1]] * missing]
-    shown: list[Any] = []
+    made: list[Any] = []
     handles = []
-    for start in range(0, share, batch_size):
-        stop = start + batch_size
-        showing = len(shown) < show
-        made = sample(
-            filled[start:stop],
-            filled_seeds[start:stop],
-            decode=showing or rewards.needs_samples,
-        )
-        batch = own[start:stop]
-        if batch:
-            scored = made.first(len(batch))
+    for rows in batches(share, batch_size):
+        showing = len(made) < show
+        drawn = sample(filled[rows], filled_seeds[rows], decode=showing or rewards.needs_samples)
+        if batch := own[rows]:
+            scored = drawn.first(len(batch))
             handles.append(rewards.submit(scored.samples, batch, scored.latents))
         if showing:
-            shown.extend(made.samples)
+            made.extend(drawn.samples)
     collected = collect_rewards(rewards, handles, processes, grouped=False)
-    samples = _shown_by_all(shown, first, show, processes) if show else ()
-    return Scored(collected, first, samples)
-
-
-def _shown_by_all(samples: Sequence[Any], first: int, total: int, processes: Processes) -> Any:
-    """Returns the samples of the first `total` prompts; this process made those from `first` on."""
-    if isinstance(samples[0], str):
-        return processes.texts_of_all(samples, first, total)
-    return processes.rows_of_all(torch.from_numpy(np.stack(samples)), first, total).numpy()
+    shown: Any = ()
+    if show and isinstance(made[0], str):
+        shown = processes.texts_of_all(made, first, show)
+    elif show:
+        shown = processes.rows_of_all(torch.from_numpy(np.stack(made)), first, show).numpy()
+    return Scored(collected, first, shown)

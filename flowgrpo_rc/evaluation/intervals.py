@@ -20,13 +20,7 @@ LEVEL = 0.95
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts.
-
-    Attributes:
-      mean: the mean.
-      low: lower end of its confidence interval.
-      high: upper end.
-    """
+    """A mean over prompts, and the ends of its confidence interval."""
 
     mean: float
     low: float
@@ -34,19 +28,12 @@ class Estimate(NamedTuple):
 
 
 class PolicyComparison(NamedTuple):
-    """Two policies on the same prompts and noises.
+    """Two policies on the same prompts and noises."""
 
-    Attributes:
-      base: the base model.
-      tuned: the model with its LoRA.
-      change: tuned minus base, prompt by prompt.
-      num_prompts: the prompts of which both have a score.
-    """
-
-    base: Estimate
-    tuned: Estimate
-    change: Estimate
-    num_prompts: int
+    base: Estimate  # the base model
+    tuned: Estimate  # the model with its LoRA
+    change: Estimate  # tuned minus base, prompt by prompt
+    num_prompts: int  # of which both have a score
 
 
 def compare(base: np.ndarray, tuned: np.ndarray) -> PolicyComparison:
@@ -60,7 +47,8 @@ def compare(base: np.ndarray, tuned: np.ndarray) -> PolicyComparison:
     rows = both.any(1)
 
     def mean(scores: np.ndarray) -> Estimate:
-        return estimate(_means(scores[rows], both[rows]))
+        sums = np.where(both, scores, 0.0)[rows].sum(1)
+        return estimate(sums / both[rows].sum(1))
 
     return PolicyComparison(mean(base), mean(tuned), mean(tuned - base), int(rows.sum()))
 
@@ -77,10 +65,8 @@ def estimate(values: np.ndarray) -> Estimate:
       The mean; the ends are NaN for fewer than two values, and all is NaN for none.
     """
     count = len(values)
-    if count == 0:
-        return Estimate(math.nan, math.nan, math.nan)
-    mean = float(values.mean())
-    if count == 1:
+    mean = float(values.mean()) if count else math.nan
+    if count < 2:
         return Estimate(mean, math.nan, math.nan)
     half = t_quantile(count - 1) * float(values.std(ddof=1)) / math.sqrt(count)
     return Estimate(mean, mean - half, mean + half)
@@ -121,8 +107,3 @@ def _mass_within(angle: float, df: int) -> float:
     if odd:
         return 2 / math.pi * (angle + sine * total)
     return sine * total
-
-
-def _means(scores: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Returns the mean of each row over the entries that count, at least one of each."""
-    return np.asarray(np.where(counted, scores, 0.0).sum(1) / counted.sum(1))

@@ -19,13 +19,13 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import read_prompts
 from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.plugins import check_options, did_you_mean
+from flowgrpo_rc.rewards.base import prompt_name
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     check_kind,
     check_needs,
     groupwise_terms,
     requires_target,
-    validate_rewards,
 )
 
 ENDINGS = (".yaml", ".yml")
@@ -39,9 +39,6 @@ class Suite:
     """A question that is asked of a model: how well does it do on these prompts?
 
     Attributes:
-      name: of its metrics and files.
-      prompts: the prompts.
-      reward: the rewards that score the samples; the keys of `reward` of a run.
       seeds: samples of each prompt. Sample k of a prompt starts from the same noise in all runs.
       by: field of the prompt file whose values split the result; None for none.
     """
@@ -65,7 +62,7 @@ def bundled_suites() -> list[str]:
 
 
 def is_bundled(given: str) -> bool:
-    """Returns whether a suite is read from the package alone, and not from a user's file."""
+    """Returns whether a suite is read from the package alone, and not from a file of the user."""
     return given in bundled_suites()
 
 
@@ -88,23 +85,14 @@ def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
             check_kind(suite.reward, *kinds)
             check_needs(suite.reward)
         suites.append(suite)
-    twice = [name for name, count in Counter(suite.name for suite in suites).items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"two suites are called {twice[0]!r}: give one of them another `name` in its file"
-        )
+    for name, count in Counter(suite.name for suite in suites).items():
+        if count > 1:
+            raise ValueError(f"two suites are called {name!r}: give one another `name` in its file")
     return suites
 
 
 def read_suite(given: str) -> Suite:
-    """Reads a suite.
-
-    Args:
-      given: as in `read_suites`.
-
-    Raises:
-      ValueError: as in `read_suites`, but for what its reward needs of this machine.
-    """
+    """Reads a suite as `read_suites` does; does not ask whether its reward works here."""
     name, _, prompts = given.partition(":")
     path = _path(given, name)
     with _blaming(given):
@@ -164,14 +152,18 @@ def _suite(content: _Content, stem: str) -> Suite:
         if not (value is None and key == "n") and (type(value) is not int or value < 1):
             raise ValueError(f"{key}: {value!r} must be a whole number of at least 1")
     reward = _reward(content.reward)
-    prompts = _spread(
-        read_prompts(content.prompts, require_target=requires_target(reward), key="prompts"),
-        content.n,
-    )
+    needs_target = requires_target(reward)
+    prompts = read_prompts(content.prompts, require_target=needs_target, key="prompts")
+    if content.n is not None and content.n < len(prompts):
+        # From all over the file, since one category may follow another.
+        prompts = [prompts[i * len(prompts) // content.n] for i in range(content.n)]
     if len(prompts) < _LEAST_PROMPTS:
         raise ValueError(f"{len(prompts)} prompt: an interval needs at least {_LEAST_PROMPTS}")
-    if content.by is not None:
-        _check_field(content.by, prompts)
+    for prompt in prompts:
+        if content.by is not None and content.by not in prompt.metadata:
+            fields = ", ".join(prompt.metadata) or "none"
+            name = prompt_name(prompt)
+            raise ValueError(f"by: {content.by!r} is no field of {name}, which has {fields}")
     return Suite(name=name, prompts=prompts, reward=reward, seeds=content.seeds, by=content.by)
 
 
@@ -181,43 +173,21 @@ def _reward(given: Any) -> RewardConfig:
             f"reward: {given!r} must be as the section `reward` of a run, such as "
             "{terms: {ocr: {weight: 1.0}}}"
         )
-    taken = sorted(_TAKEN & {str(name) for name in given["terms"]})
-    if taken:
-        raise ValueError(
-            f"reward.terms.{taken[0]}: a metric of every suite is called {taken[0]!r}; give the "
-            "term another name, and the reward as its _target_"
-        )
+    for name in given["terms"]:
+        if name in _TAKEN:
+            raise ValueError(
+                f"reward.terms.{name}: a metric of every suite is called {name!r}; give the term "
+                "another name, and the reward as its _target_"
+            )
     check_options(RewardConfig, given, "reward")
     reward = RewardConfig(**given)
-    validate_rewards(reward)
-    groupwise = groupwise_terms(reward)
-    if groupwise:
-        raise ValueError(
-            f"reward.terms.{groupwise[0]} compares the samples of a group, and a suite scores each "
-            "sample alone: take another reward"
-        )
+    for name in groupwise_terms(reward):
+        raise ValueError(f"reward.terms.{name} compares a group, and a suite scores samples alone")
     return reward
-
-
-def _spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """Returns `count` prompts from all over the file, whose categories may follow one another."""
-    if count is None or count >= len(prompts):
-        return list(prompts)
-    return [prompts[place * len(prompts) // count] for place in range(count)]
-
-
-def _check_field(by: Any, prompts: Sequence[Prompt]) -> None:
-    for prompt in prompts:
-        if by not in prompt.metadata:
-            raise ValueError(
-                f"by: {by!r} is no field of prompt {prompt.index} ({prompt.text!r}), which has "
-                f"{', '.join(prompt.metadata) or 'none'}"
-            )
 
 
 @contextmanager
 def _blaming(given: str) -> Iterator[None]:
-    """Names the suite in what is wrong with its file, its prompts or its reward."""
     try:
         yield
     except ValueError as error:

@@ -6,13 +6,12 @@ Shapes: P prompts, S samples of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.distributed.processes import Processes
@@ -30,29 +29,20 @@ class SuiteScores(NamedTuple):
     Attributes:
       columns: the weighted sum as `reward`, each term, and its parts as `term/part`; [P, S] each,
         NaN where a sample has no score.
-      shown: the first sample of the first prompts.
     """
 
     columns: Mapping[str, np.ndarray]
-    shown: Sequence[Any]
+    shown: Sequence[Any]  # the first sample of the first prompts
 
 
 class SuiteResult(NamedTuple):
-    """Holds what two policies got in a suite.
-
-    Attributes:
-      name: name of the suite.
-      base: the base model.
-      tuned: the model with its LoRA.
-      comparisons: by column of the scores.
-      groups: comparisons of the weighted sum, by value of the suite's `by`.
-    """
+    """Holds what the base model and the one with its LoRA got in a suite."""
 
     name: str
     base: SuiteScores
     tuned: SuiteScores
-    comparisons: Mapping[str, PolicyComparison]
-    groups: Mapping[str, PolicyComparison]
+    comparisons: Mapping[str, PolicyComparison]  # by column of the scores
+    groups: Mapping[str, PolicyComparison]  # of the weighted sum, by value of the suite's `by`
 
     @property
     def failed_fraction(self) -> float:
@@ -70,8 +60,7 @@ class SuiteResult(NamedTuple):
         }
         metrics = MetricBag()
         for name, value in values.items():
-            number = torch.tensor(value, dtype=torch.float64)
-            metrics.mean(f"suite/{self.name}/{name}", number)
+            metrics.mean(f"suite/{self.name}/{name}", torch.tensor(value, dtype=torch.float64))
         return metrics
 
 
@@ -90,26 +79,18 @@ class SuiteRunner:
         *,
         batch_size: int,
     ) -> None:
-        """Loads nothing; the rewards load when they are first asked.
-
-        Args:
-          suite: the suite.
-          sample: draws a sample for each prompt.
-          base: makes a context in which `sample` draws from the base model.
-          batch_size: samples made at once.
-        """
+        """Loads nothing. `base` makes a context in which `sample` draws from the base model."""
         self._suite = suite
         self._sample = sample
         self._base = base
         self._batch_size = batch_size
         self._rewards = RewardManager(suite.reward)
         self._base_scores: SuiteScores | None = None
-        numbered = range(suite.seeds)
         # The first sample of every prompt comes first: they are the ones that are shown.
-        self._prompts: list[Prompt] = [prompt for _ in numbered for prompt in suite.prompts]
+        self._prompts = [*suite.prompts] * suite.seeds
         self._seeds = [
             derive_seed(number, "suite", prompt.index)
-            for number in numbered
+            for number in range(suite.seeds)
             for prompt in suite.prompts
         ]
 
@@ -121,41 +102,36 @@ class SuiteRunner:
           show: keep samples to be looked at.
         """
         if self._base_scores is None:
-            self._base_scores = self._scores(processes, self._base(), show=show)
-        tuned = self._scores(processes, nullcontext(), show=show)
-        base = self._base_scores
+            with self._base():
+                self._base_scores = self._scores(processes, show=show)
+        base, tuned = self._base_scores, self._scores(processes, show=show)
+        before, after = base.columns, tuned.columns
+        groups = np.array(self._suite.groups())
         return SuiteResult(
             self._suite.name,
             base,
             tuned,
-            {name: compare(base.columns[name], tuned.columns[name]) for name in tuned.columns},
-            self._by_group(base.columns[TOTAL], tuned.columns[TOTAL]),
+            {name: compare(before[name], after[name]) for name in after},
+            {
+                name: compare(before[TOTAL][groups == name], after[TOTAL][groups == name])
+                for name in dict.fromkeys(groups.tolist())
+            },
         )
 
     def close(self) -> None:
         """Ends the rewards."""
         self._rewards.close()
 
-    def _by_group(self, base: np.ndarray, tuned: np.ndarray) -> dict[str, PolicyComparison]:
-        groups = np.array(self._suite.groups())
-        return {
-            name: compare(base[groups == name], tuned[groups == name])
-            for name in dict.fromkeys(groups.tolist())
-        }
-
-    def _scores(
-        self, processes: Processes, policy: AbstractContextManager[None], *, show: bool
-    ) -> SuiteScores:
-        with policy:
-            rewards, first, shown = score_samples(
-                self._sample,
-                self._prompts,
-                self._seeds,
-                self._rewards,
-                processes,
-                batch_size=self._batch_size,
-                show=min(NUM_SHOWN, len(self._suite.prompts)) if show else 0,
-            )
+    def _scores(self, processes: Processes, *, show: bool) -> SuiteScores:
+        rewards, first, shown = score_samples(
+            self._sample,
+            self._prompts,
+            self._seeds,
+            self._rewards,
+            processes,
+            batch_size=self._batch_size,
+            show=min(NUM_SHOWN, len(self._suite.prompts)) if show else 0,
+        )
         named = {TOTAL: rewards.total, **rewards.parts}
         rows = torch.stack(list(named.values()), dim=1)
         whole = processes.rows_of_all(rows, first, len(self._prompts)).numpy()

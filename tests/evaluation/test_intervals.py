@@ -28,11 +28,9 @@ def test_a_mean_of_four_by_hand() -> None:
 
 
 def test_too_few_prompts_have_no_interval() -> None:
-    one = estimate(np.array([3.0]))
-    assert one.mean == 3.0
-    assert math.isnan(one.low)
-    assert math.isnan(one.high)
-    assert math.isnan(estimate(np.array([])).mean)
+    nan = math.nan
+    assert estimate(np.array([3.0])) == pytest.approx((3.0, nan, nan), nan_ok=True)
+    assert estimate(np.array([])) == pytest.approx((nan, nan, nan), nan_ok=True)
 
 
 def rewards(rng: np.random.Generator, *, prompts: int, binary: bool) -> np.ndarray:
@@ -75,15 +73,6 @@ def test_samples_of_a_prompt_are_not_taken_for_independent() -> None:
     change = compare(base, tuned).change
     means = tuned.mean(1)
     assert change.high - change.mean == pytest.approx(2.570582 * means.std(ddof=1) / 6**0.5)
-
-
-def test_common_noises_cancel() -> None:
-    rng = np.random.default_rng(1)
-    base = rng.normal(0, 1, (40, 2))
-    found = compare(base, base + 0.25)
-    assert found.change == pytest.approx((0.25, 0.25, 0.25))
-    assert found.base.high - found.base.low > 0.3
-    assert found.tuned.mean - found.base.mean == pytest.approx(0.25)
 
 
 def test_a_sample_that_one_policy_lacks_counts_for_neither() -> None:
