@@ -15,7 +15,7 @@ IMAGE_KEYS = ("image", "images")
 def images_of(
     row: Row, folder: Path, where: str, most: int, max_pixels: int
 ) -> tuple[str | bytes, ...]:
-    """Returns the images of a row once each has been looked at.
+    """Returns the images of a row, paths or contents of files, once each has been looked at.
 
     Args:
       row: the columns of one prompt.
@@ -24,9 +24,6 @@ def images_of(
       most: the most images of a prompt, which then has at least one; 0 refuses images.
       max_pixels: the most pixels of an image.
 
-    Returns:
-      Paths, or contents of files.
-
     Raises:
       ValueError: there are too few or too many, or one is missing, too large or no picture.
     """
@@ -34,46 +31,29 @@ def images_of(
     if len(given) > 1:
         raise ValueError(f"{where}: has both image and images: give one of them")
     values = [image for value in given for image in (value if isinstance(value, list) else [value])]
-    _check_number(len(values), where, most)
+    if not min(most, 1) <= len(values) <= most:
+        raise ValueError(
+            f"{where}: has {len(values) or 'no'} image{'s' * (len(values) > 1)}, and "
+            f"rollout.pipeline.condition_images={most}: set it to the most images of a prompt; 0 "
+            "is for prompts of text alone"
+        )
     try:
         images = tuple(_image(value, folder) for value in values)
         for image in images:
-            _check_picture(image, max_pixels)
+            width, height = picture_size(image)
+            if width * height > max_pixels:
+                raise ValueError(
+                    f"{name_of(image)} has {width} x {height} pixels, more than "
+                    f"data.max_image_pixels={max_pixels}: make it smaller, or raise the limit"
+                )
+            verify_picture(image)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return images
 
 
-def _check_picture(image: str | bytes, max_pixels: int) -> None:
-    width, height = picture_size(image)
-    if width * height > max_pixels:
-        raise ValueError(
-            f"{name_of(image)} has {width} x {height} pixels, more than "
-            f"data.max_image_pixels={max_pixels}: make it smaller, or raise the limit"
-        )
-    verify_picture(image)
-
-
-def _check_number(number: int, where: str, most: int) -> None:
-    key = "rollout.pipeline.condition_images"
-    if number and most == 0:
-        raise ValueError(
-            f"{where}: has an image, and {key}=0 gives the model none: set it to the most images "
-            "of a prompt, or drop the image"
-        )
-    if most and number == 0:
-        raise ValueError(
-            f'{where}: has no image, and {key}={most}: give one with the key "image", or set '
-            f"{key}=0 for prompts of text alone"
-        )
-    if number > most:
-        raise ValueError(
-            f"{where}: has {number} images, and {key}={most}: set it to the most images of a prompt"
-        )
-
-
 def _image(value: object, folder: Path) -> str | bytes:
-    """One image: its content, or its path, which stands relative to the prompt file."""
+    """Returns the content of an image, or its path, which stands relative to the prompt file."""
     match value:
         case {"bytes": bytes() as content}:
             return content
@@ -84,7 +64,6 @@ def _image(value: object, folder: Path) -> str | bytes:
                 raise ValueError(f"the base64 of an image is broken: {error}") from error
         case {"path": str() as path} | (str() as path) if path:
             return str(folder / Path(path).expanduser())
-    shown = repr(value) if len(repr(value)) < 100 else f"{repr(value)[:100]}..."
     raise ValueError(
-        f"an image must be a path, or an object with its path, bytes or base64, got {shown}"
+        f"an image must be a path, or an object with its path, bytes or base64, got {value!r:.100}"
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from flowgrpo_rc.core.random import generator
 from flowgrpo_rc.data.images import IMAGE_KEYS, images_of
 from flowgrpo_rc.data.readers import Row, find_file, read_rows
 
-_OWN_KEYS = ("prompt", "target", "negative_prompt", *IMAGE_KEYS)
+_TEXTS = ("prompt", "target", "negative_prompt")
 # `prompts` is the key of a suite.
 _SPLITS = {"data.train_files": "train", "data.val_files": "test", "prompts": "test"}
 
@@ -95,7 +96,7 @@ def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Pat
 
 
 def quoted_text(text: str) -> str | None:
-    """Returns the text in the first pair of double quotes, or None if there is no pair."""
+    """Returns the text in the first pair of double quotes; None if there is no pair."""
     pieces = text.split('"', 2)
     return pieces[1] if len(pieces) == 3 else None
 
@@ -104,16 +105,8 @@ class PromptSampler:
     """The order in which training walks through the prompts.
 
     Each epoch is a permutation that is drawn from (seed, epoch) alone. No prompt repeats inside an
-    epoch, and an epoch may end inside a step.
-
-    Args:
-      prompts: all prompts, in the order of the files.
-      prompts_per_step: prompts of one global batch.
-      seed: seed of the run.
-      shuffle: False keeps the order of the files in every epoch.
-
-    Raises:
-      ValueError: there are fewer prompts than one step takes.
+    epoch, and an epoch may end inside a step. Without `shuffle`, every epoch has the order of the
+    files. ValueError if there are fewer prompts than one step takes.
     """
 
     def __init__(
@@ -133,21 +126,16 @@ class PromptSampler:
 
     def step(self, step: int) -> list[Prompt]:
         """Returns the prompts of the global batch of a step, from 0; the same on all processes."""
-        if step < 0:
-            raise ValueError(f"step={step} must not be negative")
         first = step * self.prompts_per_step
-        places = [
-            divmod(place, len(self.prompts))
-            for place in range(first, first + self.prompts_per_step)
-        ]
-        return [self.prompts[self._order(epoch)[i]] for epoch, i in places]
+        places = range(first, first + self.prompts_per_step)
+        epochs = [divmod(place, len(self.prompts)) for place in places]
+        return [self.prompts[self._order(epoch)[i]] for epoch, i in epochs]
 
     def _epoch_order(self, epoch: int) -> list[int]:
+        count = len(self.prompts)
         if not self.shuffle:
-            return list(range(len(self.prompts)))
-        return torch.randperm(
-            len(self.prompts), generator=generator(self.seed, epoch, "prompts")
-        ).tolist()
+            return list(range(count))
+        return torch.randperm(count, generator=generator(self.seed, epoch, "prompts")).tolist()
 
 
 def shard(
@@ -165,24 +153,10 @@ def shard(
       mini_batch_size: prompts of a global mini-batch, M.
       rank: number of this process.
       world_size: number of processes.
-
-    Returns:
-      The prompts of this process, with their slots in the global batch.
-
-    Raises:
-      ValueError: mini-batches do not divide the batch, or processes do not divide a mini-batch.
     """
-    if mini_batch_size < 1 or len(prompts) % mini_batch_size:
-        raise ValueError(
-            f"actor.ppo_mini_batch_size={mini_batch_size} must divide "
-            f"data.train_batch_size={len(prompts)}"
-        )
-    if mini_batch_size % world_size:
-        raise ValueError(
-            f"actor.ppo_mini_batch_size={mini_batch_size} (prompts over all processes) must be "
-            f"divisible by the number of processes, {world_size}"
-        )
-    assert 0 <= rank < world_size, (rank, world_size)
+    # The settings are checked before anything is loaded.
+    assert len(prompts) % mini_batch_size == 0, (len(prompts), mini_batch_size)
+    assert mini_batch_size % world_size == 0, (mini_batch_size, world_size)
     share = mini_batch_size // world_size
     starts = range(rank * share, len(prompts), mini_batch_size)
     slots = [slot for start in starts for slot in range(start, start + share)]
@@ -190,13 +164,14 @@ def shard(
 
 
 def _prompt(row: Row, where: str, index: int, require_target: bool, negative_text: str) -> Prompt:
-    """The prompt of one row; `where` is the place of the row, for messages."""
-    text = _text(row, "prompt", where)
+    texts: dict[str, Any] = {name: row.get(name) for name in _TEXTS}
+    for name, value in texts.items():
+        if not isinstance(value, str | None):
+            raise ValueError(f"{where}: {name} must be a text, got {value!r}")
+    text, target, negative = texts.values()
     if text is None or not text.strip():
         raise ValueError(f"{where}: the prompt is {'missing' if text is None else 'empty'}")
-    given = _text(row, "target", where)
-    negative = _text(row, "negative_prompt", where)
-    target = quoted_text(text) if given is None else given
+    target = quoted_text(text) if target is None else target
     if require_target and (target is None or not target.strip()):
         raise ValueError(
             f"{where}: {text!r} has {'no' if target is None else 'an empty'} target; the reward "
@@ -208,13 +183,5 @@ def _prompt(row: Row, where: str, index: int, require_target: bool, negative_tex
         index=index,
         target=target if target and target.strip() else None,
         negative_text=negative_text if negative is None else negative,
-        metadata={name: value for name, value in row.items() if name not in _OWN_KEYS},
+        metadata={name: value for name, value in row.items() if name not in (*_TEXTS, *IMAGE_KEYS)},
     )
-
-
-def _text(row: Row, name: str, where: str) -> str | None:
-    """The text under one name of a row, or None; ValueError for anything else."""
-    value = row.get(name)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{where}: {name} must be a text, got {value!r}")
-    return value

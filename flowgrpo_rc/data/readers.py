@@ -5,12 +5,12 @@ The folders of flow_grpo and the columns of verl-omni are understood as well.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.plugins import install_hint
+from flowgrpo_rc.reading import parse_mapping
 
 Row = Mapping[str, object]  # column -> value
 # How the file names of a folder may go on after `train` or `test`.
@@ -21,29 +21,20 @@ def find_file(path: Path, split: str, key: str) -> Path:
     """Finds the prompt file of a dataset folder; a file is returned as it is.
 
     Folders of flow_grpo hold train.txt or train_metadata.jsonl, those of verl-omni train.parquet.
-
-    Args:
-      path: a folder, or a file.
-      split: `train` or `test`, the beginning of the file name.
-      key: the configuration key that the path comes from, for messages.
-
-    Raises:
-      ValueError: the folder has no such file, or several.
+    `split` is `train` or `test`. ValueError, with the configuration key, if the folder has no such
+    file, or several.
     """
     if not path.is_dir():
         return path
     found = _files(path, split)
     if len(found) == 1:
         return found[0]
-    names = ", ".join(f"{split}{ending}" for ending in _ENDINGS)
     if found:
-        raise ValueError(
-            f"{key}: {path} has {', '.join(file.name for file in found)}: give one of these files"
-        )
-    below = sorted(
-        folder.name for folder in path.iterdir() if folder.is_dir() and _files(folder, split)
-    )
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{key}: {path} has {names}: give one of these files")
+    below = sorted(folder.name for folder in path.iterdir() if _files(folder, split))
     hint = f"; the folders in it that have one: {', '.join(below)}" if below else ""
+    names = ", ".join(f"{split}{ending}" for ending in _ENDINGS)
     raise ValueError(f"{key}: the folder {path} has none of {names}{hint}")
 
 
@@ -52,26 +43,19 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 
 def read_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    """Reads every row of a prompt file.
-
-    Args:
-      file: its ending says how to read it.
-      key: the configuration key that the file comes from, for messages.
+    """Reads every row of a prompt file; its ending says how.
 
     Yields:
       (place, row): the place for messages, such as `line 3`, and the columns of one prompt.
 
     Raises:
       ValueError: the file does not exist, has an unknown ending, cannot be read, or is parquet and
-        pyarrow is not installed.
+        pyarrow is not installed. The message names `key`, the configuration key.
     """
     if not file.is_file():
         kind = "file" if file.suffix else "file or folder"
         given = file if file.is_absolute() else f"{file} in {Path.cwd()}"
-        raise ValueError(
-            f"{key}: there is no {kind} {given}; give a prompt file ({', '.join(_READERS)}), or a "
-            f"folder that has one of train and one of test"
-        )
+        raise ValueError(f"{key}: there is no {kind} {given}")
     if file.suffix not in _READERS:
         raise ValueError(f"{key}: {file} ends in {file.suffix!r}; allowed: {', '.join(_READERS)}")
     for place, row in _READERS[file.suffix](file, key):
@@ -91,32 +75,24 @@ def _without_chat(row: Row, where: str) -> Row:
             changed[column] = messages.pop("user")
             if column == "prompt" and messages:
                 changed["system_prompt"] = messages["system"]
-    model = row.get("reward_model")
-    if (
-        "target" not in row
-        and isinstance(model, dict)
-        and isinstance(model.get("ground_truth"), str)
-    ):
-        changed["target"] = model["ground_truth"] or None
+    match row:
+        case {"reward_model": {"ground_truth": str(truth)}} if "target" not in row:
+            changed["target"] = truth or None
     return changed
 
 
 def _messages(chat: Any, where: str) -> dict[str, str]:
-    """The contents of a chat by role: one user message and at most one system message."""
+    """Returns the contents of a chat by role."""
     found: dict[str, str] = {}
     for message in chat:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(
-                f"{where} must be a text, or a chat of messages with a role and a text; got "
-                f"{message!r}"
-            )
-        role = message.get("role")
-        if role not in ("system", "user") or role in found:
-            raise ValueError(
-                f"{where} is a chat with {role!r} again or out of place: give one user message, "
-                "and at most one system message"
-            )
-        found[role] = message["content"]
+        match message:
+            case {"role": "system" | "user" as role, "content": str(text)} if role not in found:
+                found[role] = text
+            case _:
+                raise ValueError(
+                    f"{where} must be a text, or a chat of one user message and at most one system "
+                    f"message; it has {message!r}"
+                )
     if "user" not in found:
         raise ValueError(f"{where} is a chat without a user message")
     return found
@@ -130,13 +106,11 @@ def _read_txt(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 def _read_jsonl(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     for place, line in _lines(file, key):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{key}: {file}, {place}: not JSON ({error})") from error
-        if not isinstance(row, dict):
+            row = parse_mapping(line)
+        except ValueError as error:
             raise ValueError(
-                f'{key}: {file}, {place}: must be an object such as {{"prompt": "..."}}, got {line}'
-            )
+                f'{key}: {file}, {place} must be an object such as {{"prompt": "..."}}: {error}'
+            ) from error
         yield place, row
 
 
@@ -145,9 +119,8 @@ def _read_parquet(file: Path, key: str) -> Iterator[tuple[str, Row]]:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import read_table
     except ImportError as error:
-        raise ValueError(
-            f"{key}: reading {file} needs pyarrow: {install_hint('parquet')}"
-        ) from error
+        hint = install_hint("parquet")
+        raise ValueError(f"{key}: reading {file} needs pyarrow: {hint}") from error
     try:
         rows = read_table(file).to_pylist()
     except ArrowInvalid as error:
@@ -164,7 +137,7 @@ _READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Row]]]] = {
 
 
 def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
-    """(place, stripped line) of every line; blank lines are allowed at the end of a file only."""
+    """Yields place and text of every line; only the end of a file may have blank lines."""
     try:
         lines = file.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except UnicodeDecodeError as error:
@@ -173,6 +146,4 @@ def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
         if line.strip():
             yield f"line {number}", line.strip()
         elif len(lines) > 1:
-            raise ValueError(
-                f"{key}: {file}, line {number}: blank; blank lines may only end a file"
-            )
+            raise ValueError(f"{key}: {file}, line {number}: blank, before the end of the file")

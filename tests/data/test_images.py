@@ -46,14 +46,10 @@ def test_paths_stand_relative_to_the_file_and_are_no_metadata(folder: Path) -> N
     assert prompt.metadata == {"level": 3}
 
 
-def test_lines_may_hold_the_files_themselves(folder: Path) -> None:
+def test_files_may_hold_the_pictures_themselves(folder: Path) -> None:
     content = (folder / "b.png").read_bytes()
     row = {"prompt": "x", "image": {"base64": base64.b64encode(content).decode()}}
     assert read(folder, row) == [(content,)]
-
-
-def test_parquet_may_hold_the_files_themselves(folder: Path) -> None:
-    content = (folder / "b.png").read_bytes()
     rows = [
         {"prompt": "x", "images": [{"bytes": content, "path": "elsewhere.png"}]},
         {"prompt": "x", "images": [{"bytes": None, "path": "a.png"}]},
@@ -98,7 +94,7 @@ def test_a_picture_may_not_be_larger_than_the_limit(folder: Path) -> None:
 
 
 def test_an_image_for_a_model_that_is_given_none_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"line 1: has an image, and .*condition_images=0"):
+    with pytest.raises(ValueError, match=r"line 1: has 1 image, and .*condition_images=0"):
         read(folder, {"prompt": "x", "image": "a.png"}, most=0)
     assert read(folder, {"prompt": "x", "images": []}, most=0) == [()]
 

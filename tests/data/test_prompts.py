@@ -10,11 +10,11 @@ import pytest
 from pyarrow import parquet
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.data.prompts import PromptSampler, quoted_text, read_prompts, shard
+from flowgrpo_rc.data.prompts import PromptSampler, read_prompts, shard
 
 
 def write(path, text: str):
-    path.write_bytes(text.encode())
+    path.write_bytes(text.encode(errors="surrogateescape"))
     return path
 
 
@@ -30,23 +30,11 @@ def some_prompts(count: int) -> list[Prompt]:
 # --- Files
 
 
-def test_quoted_text():
-    for text, expected in (
-        ('a sign that says "OPEN"', "OPEN"),
-        ('"A" and then "B"', "A"),
-        ('left "unclosed', None),
-        ("no quotes, it's plain", None),
-        ('empty "" here', ""),
-    ):
-        assert quoted_text(text) == expected
-
-
 def test_text_files(tmp_path):
-    path = write(
-        tmp_path / "a.txt", '\ufeffa "CAFE"\r\n  a "New York" at night  \nzwei "ÄÖ"\n\n \n'
-    )
+    text = '\ufeffa "CAFE" and "BAR"\r\n  a "New York" at night  \nzwei "ÄÖ"\n\n \n'
+    path = write(tmp_path / "a.txt", text)
     prompts = read_prompts(path, require_target=True, negative_text="blurry")
-    assert [p.text for p in prompts] == ['a "CAFE"', 'a "New York" at night', 'zwei "ÄÖ"']
+    assert [p.text for p in prompts] == ['a "CAFE" and "BAR"', 'a "New York" at night', 'zwei "ÄÖ"']
     assert [p.target for p in prompts] == ["CAFE", "New York", "ÄÖ"]
     assert [p.index for p in prompts] == [0, 1, 2]
     assert {p.negative_text for p in prompts} == {"blurry"}
@@ -54,8 +42,9 @@ def test_text_files(tmp_path):
 
 def test_targets_are_optional_unless_required(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / "a.txt", 'a cat\nan empty ""\na "dog"')
-    assert [p.target for p in read_prompts("~/a.txt", require_target=False)] == [None, None, "dog"]
+    write(tmp_path / "a.txt", 'a cat\nan empty ""\nan "open\na "dog"')
+    found = read_prompts("~/a.txt", require_target=False)
+    assert [prompt.target for prompt in found] == [None, None, None, "dog"]
 
 
 ROWS = [
@@ -88,7 +77,6 @@ def test_several_files_share_one_numbering(tmp_path):
     ("name", "content", "message"),
     [
         ("a.txt", "", "has no prompt"),
-        ("a.txt", "\n \n", "has no prompt"),
         ("a.txt", 'a "b"\n\na "c"', "line 2: blank"),
         ("a.txt", '\na "b"', "line 1: blank"),
         ("a.txt", 'a "b"\na plain line', "line 2: 'a plain line' has no target"),
@@ -96,8 +84,9 @@ def test_several_files_share_one_numbering(tmp_path):
         ("a.txt", 'a "b"\nan empty "" one', "line 2: .* has an empty target"),
         ("a.txt", 'a "b"\na blank " " one', "line 2: .* has an empty target"),
         ("a.csv", "a", r"ends in '.csv'; allowed: .txt, .jsonl, .parquet"),
-        ("a.jsonl", '{"prompt": "a \\"b\\""}\n{"prompt": ', "line 2: not JSON"),
-        ("a.jsonl", '["a"]', "line 1: must be an object"),
+        ("a.txt", 'a "caf\udce9"', "is not UTF-8"),
+        ("a.jsonl", '{"prompt": "a \\"b\\""}\n{"prompt": ', "line 2 must be an object"),
+        ("a.jsonl", '["a"]', "line 1 must be an object"),
         ("a.jsonl", '{"text": "a"}', "line 1: the prompt is missing"),
         ("a.jsonl", '{"prompt": " "}', "line 1: the prompt is empty"),
         ("a.jsonl", '{"prompt": 3}', "line 1: prompt must be a text, got 3"),
@@ -112,12 +101,6 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     assert str(error.value).startswith(f"data.val_files: {tmp_path / name}")
 
 
-def test_not_utf8(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b'a "caf\xe9"')
-    with pytest.raises(ValueError, match=r"data\.train_files: .*a\.txt is not UTF-8"):
-        read_prompts(tmp_path / "a.txt", require_target=True)
-
-
 def test_missing_file_and_no_file(tmp_path):
     with pytest.raises(ValueError, match=r"data\.train_files: there is no file .*b\.txt"):
         read_prompts([write(tmp_path / "a.txt", "x"), tmp_path / "b.txt"], require_target=False)
@@ -128,21 +111,16 @@ def test_missing_file_and_no_file(tmp_path):
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     path = as_parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        ValueError, match=r"data\.train_files: .* needs pyarrow: pip install 'pyarrow>=\d+'"
-    ):
+    with pytest.raises(ValueError, match=r"train_files: .* needs pyarrow: pip install 'pyarrow>="):
         read_prompts(path, require_target=False)
 
 
 # --- Datasets of flow_grpo and verl-omni
 
+DOGS = {"include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}]}
 GENEVAL = [
     {"include": [{"class": "bus", "count": 1, "color": "red"}], "prompt": "a red bus"},
-    {
-        "include": [{"class": "dog", "count": 3}],
-        "exclude": [{"class": "dog", "count": 4}],
-        "prompt": "three dogs",
-    },
+    DOGS | {"prompt": "three dogs"},
 ]
 SYSTEM = {"role": "system", "content": "Describe the image."}
 
@@ -162,21 +140,15 @@ def verl_row(text: str, truth: object, **columns: object) -> dict:
 @pytest.fixture
 def dataset(tmp_path):
     """A small copy of flow_grpo's `dataset` folder, with a verl-omni folder beside it."""
-    for name in ("ocr", "pickscore", "geneval", "verl"):
+    for name in ("ocr", "geneval", "verl"):
         (tmp_path / name).mkdir()
-    for folder, train, test in (
-        ("ocr", 'A sign "OPEN" in neon\nA cake "Happy Day"\n', 'A van "TAXI"\n'),
-        ("pickscore", "a fox, watercolour\nan astronaut\n", "a hut\n"),
-    ):
-        write(tmp_path / folder / "train.txt", train)
-        write(tmp_path / folder / "test.txt", test)
+    write(tmp_path / "ocr" / "train.txt", 'A sign "OPEN" in neon\nA cake "Happy Day"\n')
+    write(tmp_path / "ocr" / "test.txt", 'A van "TAXI"\n')
     for split, rows in (("train", GENEVAL), ("test", GENEVAL[:1])):
         lines = "\n".join(json.dumps(row) for row in rows)
         write(tmp_path / "geneval" / f"{split}_metadata.jsonl", lines)
-    as_parquet(
-        tmp_path / "verl" / "train.parquet",
-        [verl_row('a "CAFE"', "CAFE"), verl_row("a shop", "Bistro")],
-    )
+    rows = [verl_row('a "CAFE"', "CAFE"), verl_row("a shop", "Bistro")]
+    as_parquet(tmp_path / "verl" / "train.parquet", rows)
     as_parquet(tmp_path / "verl" / "test.parquet", [verl_row('a "BAR"', "BAR")])
     return tmp_path
 
@@ -185,8 +157,7 @@ def dataset(tmp_path):
     ("folder", "train", "held_out"),
     [
         ("ocr", ['A sign "OPEN" in neon', 'A cake "Happy Day"'], ['A van "TAXI"']),
-        ("pickscore", ["a fox, watercolour", "an astronaut"], ["a hut"]),
-        ("geneval", [row["prompt"] for row in GENEVAL], [GENEVAL[0]["prompt"]]),
+        ("geneval", ["a red bus", "three dogs"], ["a red bus"]),
         ("verl", ['a "CAFE"', "a shop"], ['a "BAR"']),
     ],
 )
@@ -197,12 +168,8 @@ def test_a_folder_has_both_splits(dataset, folder, train, held_out):
 
 
 def test_targets_and_metadata_reach_the_prompts(dataset):
-    ocr = read_prompts(dataset / "ocr", require_target=True)
-    assert [p.target for p in ocr] == ["OPEN", "Happy Day"]
     geneval = read_prompts(dataset / "geneval", require_target=False)
-    assert [dict(p.metadata) for p in geneval] == [
-        {key: value for key, value in row.items() if key != "prompt"} for row in GENEVAL
-    ]
+    assert [p.metadata | {"prompt": p.text} for p in geneval] == GENEVAL
     first, second = read_prompts(dataset / "verl", require_target=True, negative_text="blurry")
     assert (first.target, second.target) == ("CAFE", "Bistro")
     assert first.negative_text == " "
@@ -227,16 +194,10 @@ def test_chats_in_json_lines_and_prompts_that_are_texts(tmp_path):
     ]
     path = write(tmp_path / "rows.jsonl", "\n".join(json.dumps(row) for row in rows))
     prompts = read_prompts(path, require_target=False)
-    assert [(p.text, p.target) for p in prompts] == [
-        ("a cat", None),
-        ("plain text", None),
-        ('an "X"', "own"),
-    ]
+    found = [(prompt.text, prompt.target) for prompt in prompts]
+    assert found == [("a cat", None), ("plain text", None), ('an "X"', "own")]
     assert "system_prompt" not in prompts[1].metadata
-    assert prompts[1].metadata["reward_model"] == {
-        "style": "model",
-        "ground_truth": {"class": "dog"},
-    }
+    assert prompts[1].metadata["reward_model"]["ground_truth"] == {"class": "dog"}
 
 
 @pytest.mark.parametrize(
@@ -244,33 +205,25 @@ def test_chats_in_json_lines_and_prompts_that_are_texts(tmp_path):
     [
         ([SYSTEM], "row 2: prompt is a chat without a user message"),
         ([], "row 2: prompt is a chat without a user message"),
-        ([{"role": "user", "content": "a"}] * 2, "row 2: prompt is a chat with 'user' again"),
-        (
-            [{"role": "assistant", "content": "a"}],
-            "row 2: prompt is a chat with 'assistant' .*out of place",
-        ),
+        ([{"role": "user", "content": "a"}] * 2, "row 2: prompt must be a text, or a chat"),
+        ([{"role": "assistant", "content": "a"}], "row 2: prompt must be a text, or a chat"),
         ([{"role": "user", "content": None}], "row 2: prompt must be a text, or a chat"),
         ([{"role": "user", "content": " "}], "row 2: the prompt is empty"),
     ],
 )
 def test_bad_chats_are_named(tmp_path, chat, message):
-    path = as_parquet(
-        tmp_path / "a.parquet", [verl_row("fine", "x"), verl_row("", "x", prompt=chat)]
-    )
+    rows = [verl_row("fine", "x"), verl_row("", "x", prompt=chat)]
+    path = as_parquet(tmp_path / "a.parquet", rows)
     with pytest.raises(ValueError, match=message) as error:
         read_prompts(path, require_target=False)
     assert str(error.value).startswith(f"data.train_files: {path}")
 
 
 def test_folders_without_a_file_or_with_several(dataset):
-    with pytest.raises(
-        ValueError, match=r"data\.val_files: the folder .* has none of test\.txt, .*: geneval, ocr"
-    ):
+    with pytest.raises(ValueError, match=r"val_files: .* has none of test\.txt, .*: geneval, ocr"):
         read_prompts(dataset, require_target=False, key="data.val_files")
     write(dataset / "ocr" / "train.jsonl", json.dumps({"prompt": "a"}))
-    with pytest.raises(
-        ValueError, match=r"data\.train_files: .* has train\.txt, train\.jsonl: give one"
-    ):
+    with pytest.raises(ValueError, match=r"train_files: .* has train\.txt, train\.jsonl: give one"):
         read_prompts(dataset / "ocr", require_target=False)
 
 
@@ -307,13 +260,9 @@ def test_seed_and_epoch_change_the_order_and_shuffle_false_keeps_it():
 
 
 @pytest.mark.parametrize("per_step", [0, 4])
-def test_too_few_prompts_and_a_negative_step(per_step):
-    with pytest.raises(
-        ValueError, match=rf"data\.train_batch_size={per_step} must be between 1 and .* 3"
-    ):
+def test_too_few_prompts(per_step):
+    with pytest.raises(ValueError, match=rf"_batch_size={per_step} must be between 1 and .* 3"):
         PromptSampler(some_prompts(3), per_step, seed=0)
-    with pytest.raises(ValueError, match="step=-1"):
-        PromptSampler(some_prompts(3), 1, seed=0).step(-1)
 
 
 # --- Processes
@@ -332,18 +281,3 @@ def test_mini_batches_do_not_depend_on_the_number_of_processes(world_size, mini_
     for k in range(12 // mini_batch_size):
         together = [slot for batch in ranks for slot in batch.slots[k * share : (k + 1) * share]]
         assert together == list(range(k * mini_batch_size, (k + 1) * mini_batch_size))
-
-
-@pytest.mark.parametrize(
-    ("mini_batch_size", "world_size", "message"),
-    [
-        (3, 1, r"actor\.ppo_mini_batch_size=3 must divide data\.train_batch_size=8"),
-        (0, 1, r"actor\.ppo_mini_batch_size=0 must divide"),
-        (4, 3, r"actor\.ppo_mini_batch_size=4 .* number of processes, 3"),
-    ],
-)
-def test_uneven_shares_are_refused(mini_batch_size, world_size, message):
-    with pytest.raises(ValueError, match=message):
-        shard(
-            some_prompts(8), step=0, mini_batch_size=mini_batch_size, rank=0, world_size=world_size
-        )
