@@ -24,12 +24,7 @@ UPLOADED = (*EXPORT_NAMES.values(), CONFIG_NAME, CARD_NAME)
 
 
 def check_push(api: HfApi, repo: str, *, public: bool) -> None:
-    """Checks, before anything is loaded, whether a LoRA can be uploaded; creates nothing.
-
-    Args:
-      api: client of the Hub.
-      repo: user/name or organization/name.
-      public: whether everybody may see the repository.
+    """Checks, before anything is loaded, whether `push` can upload a LoRA; creates nothing.
 
     Raises:
       ValueError: the name is malformed, there is no token, the machine is offline, or the
@@ -43,14 +38,9 @@ def check_push(api: HfApi, repo: str, *, public: bool) -> None:
     if repo.count("/") != 1:
         raise ValueError(f"--push-to-hub {repo!r}: write it as user/name or organization/name")
     if constants.HF_HUB_OFFLINE:
-        raise ValueError(
-            "--push-to-hub needs the network, and HF_HUB_OFFLINE is set: unset it, or drop the "
-            "option"
-        )
+        raise ValueError("--push-to-hub needs the network: unset HF_HUB_OFFLINE")
     if (api.token or get_token()) is None:
-        raise ValueError(
-            "--push-to-hub needs a token: log in with `hf auth login`, or set HF_TOKEN"
-        )
+        raise ValueError("--push-to-hub needs a token: run `hf auth login`, or set HF_TOKEN")
     with _hub_errors():
         api.whoami()
         try:
@@ -58,33 +48,26 @@ def check_push(api: HfApi, repo: str, *, public: bool) -> None:
         except RepositoryNotFoundError:
             return
     if not private and not public:
-        raise ValueError(
-            f"--push-to-hub {repo}: this repository is public; add --public to upload to it"
-        )
+        raise ValueError(f"--push-to-hub {repo}: this repository is public; add --public")
 
 
 def push(api: HfApi, folder: Path, repo: str, *, public: bool, others: Sequence[str] = ()) -> str:
-    """Uploads a LoRA and its card; creates the repository if there is none.
+    """Uploads a LoRA and its card, and returns the address of the repository.
 
     Args:
       api: client of the Hub.
       folder: folder of the exported files.
-      repo: user/name or organization/name.
+      repo: user/name or organization/name; it is created if there is none.
       public: whether a new repository is public.
       others: transformers beside the first, whose LoRAs lie in folders with their names.
-
-    Returns:
-      The address of the repository.
-
-    Raises:
-      OSError: the Hub refuses or cannot be reached.
     """
+    further = [f"{name}/{EXPORT_NAMES['diffusion']}" for name in others]
     with _hub_errors():
         url = api.create_repo(repo, private=not public, exist_ok=True)
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            allow_patterns=[*UPLOADED, *(f"{name}/{EXPORT_NAMES['diffusion']}" for name in others)],
+            allow_patterns=[*UPLOADED, *further],
             commit_message="Upload LoRA and model card",
         )
     return str(url)

@@ -58,12 +58,17 @@ def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, path
         name: tensor * scale if folds and ".lora_B." in name else tensor
         for name, tensor in state.items()
     }
-    metadata = {} if folds else {LORA_ADAPTER_METADATA_KEY: _adapter_metadata(config, state)}
+    metadata = {"format": "pt"}
+    if not folds:
+        modules = sorted({name.split(".lora_")[0] for name in state})
+        fields = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": modules}
+        described = {f"transformer.{key}": value for key, value in fields.items()}
+        metadata[LORA_ADAPTER_METADATA_KEY] = json.dumps(described, sort_keys=True)
     content = {
         file_key(name, config): tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
     }
-    write_atomic(path, save(content, metadata={"format": "pt", **metadata}))
+    write_atomic(path, save(content, metadata=metadata))
 
 
 def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
@@ -82,12 +87,3 @@ def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: P
     for name, content in files.items():
         write_atomic(folder / name, content)
     return folder / TENSORS_NAME
-
-
-def _adapter_metadata(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
-    """Returns peft's description of the adapter as diffusers stores it beside the tensors."""
-    modules = sorted({name.split(".lora_")[0] for name in state})
-    fields = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": modules}
-    return json.dumps(
-        {f"transformer.{key}": value for key, value in fields.items()}, sort_keys=True
-    )

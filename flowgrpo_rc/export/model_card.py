@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.files import write_atomic
@@ -52,7 +52,7 @@ def write_model_card(
     Args:
       folder: folder of the LoRA.
       run_dir: folder of the run that trained it.
-      config: configuration of the run.
+      config: of that run.
       step: the step that the weights are from.
       raw: True for the last weights, False for their average, which evaluations score.
       source: the place that users load from.
@@ -62,9 +62,13 @@ def write_model_card(
     names, scores, evaluated = _scores(rows, step)
     base = Path(config.model.path).name
     correction = config.algorithm.rollout_correction
-    text = _template().render(
+    language = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    template = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
+    text = language.from_string(template).render(
         config=config,
-        text=_is_text(config),
+        text=config.model.kind == "causal_lm",
         metadata=_metadata(config),
         hub_id=config.model.hub_id(),
         base=base,
@@ -98,33 +102,23 @@ def check_card(folder: Path) -> None:
     path = folder / CARD_NAME
     if path.is_file() and f"- {_TAGS[-1]}\n" not in path.read_text(encoding="utf-8"):
         raise ValueError(
-            f"--out {folder} holds a {CARD_NAME} that is no model card of ours: choose another "
-            "folder"
+            f"--out {folder} holds a {CARD_NAME} that is not ours: choose another folder"
         )
-
-
-def _template() -> Template:
-    language = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    path = Path(__file__).with_name("model_card.md.jinja")
-    return language.from_string(path.read_text(encoding="utf-8"))
-
-
-def _is_text(config: Config) -> bool:
-    return config.model.kind == "causal_lm"
 
 
 def _metadata(config: Config) -> str:
     from huggingface_hub import ModelCardData
 
     makes = "text-to-image" if config.rollout.pipeline.num_frames is None else "text-to-video"
+    library, task, tags = "diffusers", makes, [*_TAGS, "flow-matching"]
+    if config.model.kind == "causal_lm":
+        library, task, tags = "peft", "text-generation", [*_TAGS]
     data = ModelCardData(
         base_model=config.model.hub_id(),
         base_model_relation=None if config.model.hub_id() is None else "adapter",
-        library_name="peft" if _is_text(config) else "diffusers",
-        pipeline_tag="text-generation" if _is_text(config) else makes,
-        tags=[*_TAGS] if _is_text(config) else [*_TAGS, "flow-matching"],
+        library_name=library,
+        pipeline_tag=task,
+        tags=tags,
     )
     return data.to_yaml().strip()
 
@@ -135,11 +129,8 @@ def _versions(run_dir: Path) -> str:
         return ""
     with blaming(path):
         packages = read_mapping(path).get("packages", {})
-        named = [
-            f"{name} {packages[name]}"
-            for name in ("torch", "diffusers", "transformers", "peft")
-            if name in packages
-        ]
+        libraries = ("torch", "diffusers", "transformers", "peft")
+        named = [f"{name} {packages[name]}" for name in libraries if name in packages]
         return f" {packages.get('flowgrpo-rc', '')} ({', '.join(named)})"
 
 
@@ -151,14 +142,18 @@ def _scores(
     if not evaluations:
         return (), (), None
     first, last = evaluations[0], evaluations[-1]
-    names = [name for name in sorted(last) if name.startswith("val/") and last[name] is not None]
-    names.sort(key=lambda name: name != "val/reward")
+    names = [name for name in last if name.startswith("val/") and last[name] is not None]
+    names.sort(key=lambda name: (name != "val/reward", name))
     before = "before" if first["step"] == 0 else f"step {first['step']}"
     columns = {before: first, f"after step {last['step']}": last}
     if first is last:
         columns = {f"step {first['step']}": first}
+
+    def score(value: float | None) -> str:
+        return "not finite" if value is None else f"{value:.4f}"
+
     table = [
-        (name.removeprefix("val/"), *(_number(row.get(name)) for row in columns.values()))
+        (name.removeprefix("val/"), *(score(row.get(name)) for row in columns.values()))
         for name in names
     ]
     return ("score", *columns), table, last["step"]
@@ -172,7 +167,3 @@ def _measured(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         if values:
             found.append((title, f"{sum(values) / len(values):.3g}", f"{max(values):.3g}"))
     return found
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

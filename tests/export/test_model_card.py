@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -15,21 +16,15 @@ from flowgrpo_rc.export.model_card import write_model_card
 ROWS = [
     {"step": 0, "val/reward": 0.25, "val/ocr/exact": 0.125},
     {"step": 1, "reward/mean": 0.3, "rollout_corr/logprob_abs_diff_mean": 1e-4},
-    {
-        "step": 2,
-        "reward/mean": 0.4,
-        "rollout_corr/logprob_abs_diff_mean": 3e-4,
-        "val/reward": 0.5,
-        "val/ocr/exact": 0.5,
-    },
+    {"step": 2, "reward/mean": 0.4, "rollout_corr/logprob_abs_diff_mean": 3e-4}
+    | {"val/reward": 0.5, "val/ocr/exact": 0.5},
     {"step": 3, "reward/mean": 0.4, "rollout_corr/logprob_abs_diff_mean": None},
 ]
 
 
 def card(
-    tmp_path: Path, config: Config, *, rows: object = ROWS, step: int = 2, raw: bool = False
+    tmp_path: Path, config: Config, rows: list[Any] = ROWS, *, step: int = 2, raw: bool = False
 ) -> ModelCard:
-    assert isinstance(rows, list)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ModelCard.load(write_model_card(tmp_path, tmp_path, config, step=step, raw=raw))
 
@@ -44,8 +39,7 @@ def config() -> Config:
 
 def test_metadata_is_what_the_hub_reads(tmp_path: Path, config: Config) -> None:
     found = card(tmp_path, config).data.to_dict()
-    assert found["base_model"] == "someone/some-model"
-    assert found["base_model_relation"] == "adapter"
+    assert (found["base_model"], found["base_model_relation"]) == ("someone/some-model", "adapter")
     assert (found["library_name"], found["pipeline_tag"]) == ("diffusers", "text-to-image")
     assert "license" not in found
     assert {"lora", "flowgrpo-rc"} <= set(found["tags"])
@@ -97,9 +91,9 @@ def test_weights_that_were_not_scored_say_so(tmp_path: Path, config: Config) -> 
     assert "those of step 3, which was not evaluated" in card(tmp_path, config, step=3).text
     assert "not evaluated" not in card(tmp_path, config, step=2).text
     assert "this file holds the last ones" in card(tmp_path, config, raw=True).text
-    once = card(tmp_path, config, rows=ROWS[:2], step=1).text
+    once = card(tmp_path, config, ROWS[:2], step=1).text
     assert "| score | step 0 |" in once
-    assert "The run was not evaluated." in card(tmp_path, config, rows=ROWS[1:2]).text
+    assert "The run was not evaluated." in card(tmp_path, config, ROWS[1:2]).text
 
 
 def test_no_secret_and_no_host_is_in_it(tmp_path: Path, config: Config) -> None:
