@@ -14,43 +14,41 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.config_files import (
+    CORRECTION,
+    FREE_FORM,
     ConfigFile,
     ConfigFiles,
+    check_keys,
+    is_correction,
     merged,
     section_of,
     translated_name,
-)
-from flowgrpo_rc.config.known import (
-    CORRECTION,
-    FREE_FORM,
-    check_keys,
-    is_correction,
-    known_keys,
-    typed_tree,
 )
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.rows import TRANSLATED, Row, check, resolved, rows_of_notes
 from flowgrpo_rc.config.setting import Setting
 from flowgrpo_rc.config.translate import is_whole_command, translate
 from flowgrpo_rc.config.translate_correction import rollout_correction
-from flowgrpo_rc.config.tree import Config, register_asset_resolver, updates_of_steps
+from flowgrpo_rc.config.tree import (
+    Config,
+    register_asset_resolver,
+    typed_tree,
+    updates_of_steps,
+)
 from flowgrpo_rc.distributed.child import launched_processes
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
 from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 _START = "start"
-# The sections of `FREE_FORM`, if a whole section is given at once.
-_FREE_SECTIONS = ("reward.terms=", f"{DIFFUSION_KEY}=", f"{TOKEN_KEY}=")
 
 
 @dataclass(kw_only=True)
@@ -118,29 +116,23 @@ def compose_all(
     """
     _register_resolvers()
     folders = _folders(config_dir)
-    parsed_overrides = _parse(overrides)
     groups = _groups(folders)
-    _check_groups(parsed_overrides, groups)
-    config_name, settings = _experiment(
-        config_name, [_setting(override) for override in parsed_overrides]
-    )
+    settings = _parse(overrides)
+    _check_groups(settings, groups)
+    config_name = _experiment(config_name, settings)
+    settings = [setting for setting in settings if setting.key != EXPERIMENT]
     given = {setting.key: setting.value for setting in settings}
     is_command = config_name is None and is_whole_command(given)
     files = ConfigFiles(folders, given)
     file = files.read(config_name or (OTHER_CONFIG if is_command else DEFAULT_CONFIG))
     rows = [row for each in file.all_files() for row in each.rows]
     in_files = {key: value for each in file.all_files() for key, value in each.given.items()}
-    translation = translate(
-        settings, known_keys(), beside=in_files, whole=is_command or file.is_whole
-    )
+    translation = translate(settings, beside=in_files, whole=is_command or file.is_whole)
     parsed = _parse(translation.lines)
-    correction = _correction_of([each for each in parsed if is_correction(each.key_or_group)])
-    others = [each for each in parsed if not is_correction(each.key_or_group)]
-    check_keys(
-        [override.key_or_group for override in others],
-        set(groups),
-    )
-    lines = [_free_form(str(override.input_line)) for override in others]
+    correction = _correction_of(each for each in parsed if is_correction(each.key))
+    others = [each for each in parsed if not is_correction(each.key)]
+    check_keys({each.key: each.value for each in others if not each.line.startswith("~")}, groups)
+    lines = [_free_form(each.line) for each in others]
     composed = _compose(file, lines, files.homes[file.name], folders)
     config, notes = _translated(composed, file, correction)
     rows += [*translation.rows, *rows_of_notes(notes)]
@@ -178,20 +170,14 @@ def _compose(
             raise ValueError(_first_cause(error)) from error
 
 
-def _experiment(
-    config_name: str | None, settings: list[Setting]
-) -> tuple[str | None, list[Setting]]:
-    """Returns the file that `experiment=NAME` stands for, and the other settings."""
+def _experiment(config_name: str | None, settings: Iterable[Setting]) -> str | None:
+    """Returns the file to start from: `config_name`, or the one that `experiment=NAME` names."""
     chosen = [setting for setting in settings if setting.key == EXPERIMENT]
-    if not chosen:
-        return config_name, settings
-    if config_name is not None or len(chosen) > 1:
-        given = [f"--config-name {config_name}"] if config_name is not None else []
-        given += [setting.line for setting in chosen]
+    given = [] if config_name is None else [f"--config-name {config_name}"]
+    given += [setting.line for setting in chosen]
+    if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: each is a whole configuration, give one of them")
-    return f"{EXPERIMENT}/{chosen[0].value}", [
-        setting for setting in settings if setting.key != EXPERIMENT
-    ]
+    return f"{EXPERIMENT}/{chosen[0].value}" if chosen else config_name
 
 
 def _groups(folders: Iterable[Path]) -> dict[str, list[str]]:
@@ -221,13 +207,11 @@ def _register_resolvers() -> None:
     OmegaConf.register_new_resolver(
         "updates_of_steps", lambda steps, _root_: updates_of_steps(_root_, steps), replace=True
     )
-    OmegaConf.register_new_resolver(
-        "updates_of_ratio",
-        lambda ratio, _root_: updates_of_steps(
-            _root_, round(ratio * _root_.trainer.total_training_steps)
-        ),
-        replace=True,
-    )
+
+    def of_ratio(ratio: float, _root_: Any) -> int:
+        return updates_of_steps(_root_, round(ratio * _root_.trainer.total_training_steps))
+
+    OmegaConf.register_new_resolver("updates_of_ratio", of_ratio, replace=True)
 
 
 def _translated(
@@ -259,44 +243,21 @@ def _translated(
     return typed, notes
 
 
-def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
+def _correction_of(settings: Iterable[Setting]) -> dict[str, Any]:
     """Returns the settings of the rollout correction on the command line.
 
     A name alone, as in `algorithm.rollout_correction=NAME`, is the name of a preset.
     """
     found = []
-    for override in overrides:
-        path = next(p for p in CORRECTION if override.key_or_group.startswith(p))
-        name, value = override.key_or_group[len(path) + 1 :], _value(override)
-        if not name:
-            found.append((path, section_of(value)))
-        else:
-            found.append((path, {name: value}))
+    for line, key, value, text in settings:
+        if isinstance(value, int | float) and "_" in text:
+            raise ValueError(
+                f"{line}: Hydra reads the number {value}; quote a pair twice, '\"{text}\"'"
+            )
+        path = next(path for path in CORRECTION if key.startswith(path))
+        name = key[len(path) + 1 :]
+        found.append((path, {name: value} if name else section_of(value)))
     return merged(found)
-
-
-def _setting(override: Override) -> Setting:
-    line = str(override.input_line)
-    value = None if override.is_delete() else _plain(override.value())
-    return Setting(line, override.key_or_group, value, line.partition("=")[2])
-
-
-def _plain(value: Any) -> Any:
-    """Returns a parsed value without Hydra's own types."""
-    if isinstance(value, QuotedString):
-        return value.text
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _value(override: Override) -> Any:
-    value = override.value()
-    raw = str(override.input_line).partition("=")[2]
-    if isinstance(value, int | float) and "_" in raw:
-        raise ValueError(
-            f"{override.input_line}: Hydra reads the number {value}; quote a pair twice, "
-            f"'\"{raw}\"'"
-        )
-    return _plain(value)
 
 
 def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Config:
@@ -327,33 +288,43 @@ def as_yaml(composed: DictConfig) -> str:
 
 def _free_form(override: str) -> str:
     """Allows new keys without `+` where the user names them."""
-    return f"++{override}" if override.startswith((*FREE_FORM, *_FREE_SECTIONS)) else override
+    whole_sections = (f"{section[:-1]}=" for section in FREE_FORM)
+    return f"++{override}" if override.startswith((*FREE_FORM, *whole_sections)) else override
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def _parse(overrides: Sequence[str]) -> list[Setting]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ValueError(f"cannot read the overrides: {_first_cause(error)}") from error
+    found = []
     for override in parsed:
+        line, key = str(override.input_line), override.key_or_group
         if override.is_sweep_override():
-            key = override.key_or_group
             raise ValueError(
-                f"{override.input_line}: a value with commas must be a list, {key}=[a,b], or "
-                f"quoted twice, {key}='\"a,b\"'"
+                f"{line}: a value with commas must be a list, {key}=[a,b], or quoted twice, "
+                f"{key}='\"a,b\"'"
             )
-    return parsed
+        value = None if override.is_delete() else _plain(override.value())
+        found.append(Setting(line, key, value, line.partition("=")[2]))
+    return found
 
 
-def _check_groups(overrides: Iterable[Override], groups: Mapping[str, Sequence[str]]) -> None:
+def _plain(value: Any) -> Any:
+    """Returns a parsed value without Hydra's own types."""
+    if isinstance(value, QuotedString):
+        return value.text
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_groups(settings: Iterable[Setting], groups: Mapping[str, Sequence[str]]) -> None:
     """Raises ValueError for a name that its Hydra group does not have."""
-    for override in overrides:
-        names = groups.get(override.key_or_group, ())
-        value = None if override.is_delete() else override.value()
+    for line, key, value, _ in settings:
+        names = groups.get(key, ())
         if names and isinstance(value, str) and value not in names:
             raise ValueError(
-                f"{override.input_line}: there is no {value!r}{did_you_mean(value, names)}; "
-                f"{override.key_or_group} may be {', '.join(sorted(names))}"
+                f"{line}: there is no {value!r}{did_you_mean(value, names)}; {key} may be "
+                f"{', '.join(sorted(names))}"
             )
 
 

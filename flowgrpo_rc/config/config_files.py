@@ -6,20 +6,23 @@ Files of this project are left to Hydra. A file of the user may hold another sys
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from flowgrpo_rc.config.known import CORRECTION, FREE_FORM, check_keys, is_correction, known_keys
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.rows import TRANSLATED, Row
-from flowgrpo_rc.config.translate import is_whole_command, leaves, translate_tree, values_of
+from flowgrpo_rc.config.setting import PREFIX, foreign, mapping_of
+from flowgrpo_rc.config.translate import is_whole_command, translate_tree, values_of
+from flowgrpo_rc.config.tree import known_keys
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 
+# Sections whose keys the user names: rewards, options of an engine, options of a loss.
+FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.", f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}.")
+# The rollout correction and the place where verl-omni has it: one object, whichever name is used.
+CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 _SELF = "_self_"
 
 
@@ -111,15 +114,15 @@ class ConfigFiles:
 
     def _read(self, name: str, *, is_start: bool) -> ConfigFile:
         path = self.homes[name] / f"{name}.yaml"
-        tree = _mapping(path)
+        tree = mapping_of(path, str(path))
         defaults = tree.pop("defaults", None)
         if self.homes[name] == self._own:
             return self._with_parents(name, tree, defaults or [_SELF])
         given = values_of(tree)
         on_disk = tree
         try:
-            tree, rows = translate_tree(on_disk, known_keys(), {**given, **self._beside})
-            _check(tree)
+            tree, rows = translate_tree(on_disk, {**given, **self._beside})
+            check_keys(values_of(tree))
             _join_corrections(tree)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
@@ -199,16 +202,6 @@ def merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     return found
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a mapping of keys, such as rollout: {{n: 8}}")
-    return {str(key): value for key, value in found.items()}
-
-
 def _join_corrections(tree: dict[str, Any]) -> None:
     """Moves the correction in verl-omni's place to ours, so that a file overrides one it builds on.
 
@@ -223,14 +216,34 @@ def _join_corrections(tree: dict[str, Any]) -> None:
     tree[ours] = {**section, "rollout_correction": merged(sections)}
 
 
-def _check(tree: Mapping[str, Any]) -> None:
-    """Raises ValueError for an unknown key, and for a value in the place of a section."""
-    keys = {".".join(path): value for path, value in leaves(tree)}
-    own = [key for key in keys if not is_correction(key)]
-    check_keys(own)
-    for key in own:
-        if key.startswith(FREE_FORM):
+def is_correction(key: str) -> bool:
+    """Returns whether a key is the rollout correction, which checks its own keys, or in it."""
+    return key in CORRECTION or key.startswith(tuple(f"{path}." for path in CORRECTION))
+
+
+def check_keys(values: Mapping[str, Any], groups: Collection[str] = ()) -> None:
+    """Checks the keys of a file or a command line, but for those of the rollout correction.
+
+    Raises:
+      ValueError: a key is neither in the tree nor a group, or a value stands where a section
+        belongs.
+    """
+    known = known_keys()
+    for key, value in values.items():
+        if is_correction(key) or key.startswith(("hydra", *FREE_FORM)) or key in groups:
             continue
-        below = [name for name in known_keys() if name.startswith(f"{key}.")]
-        if below and not isinstance(keys[key], Mapping):
-            raise ValueError(f"{key}={keys[key]!r}: a section of keys, such as {min(below)}")
+        if key not in known:
+            raise ValueError(f"unknown key {key}: {_nearest(key, known)}")
+        below = [name for name in known if name.startswith(f"{key}.")]
+        if below and not isinstance(value, Mapping):
+            raise ValueError(f"{key}={value!r}: a section of keys, such as {min(below)}")
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    theirs = {name.removeprefix(PREFIX) for name in foreign()["verl_omni"]}
+    near = [
+        *difflib.get_close_matches(key, known, n=1, cutoff=0.7),
+        *difflib.get_close_matches(key, {*known, *theirs}, n=1, cutoff=0.5),
+        *(name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]),
+    ]
+    return f"did you mean {near[0]}?" if near else "see --cfg job for all keys"

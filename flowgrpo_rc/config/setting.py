@@ -1,4 +1,4 @@
-"""A setting in another system's words, what becomes of it, and the table `foreign.yaml`."""
+"""A setting in another system's words, what may become of it, and the table `foreign.yaml`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-# Keys of verl-omni and their values, which the rule of one key may look at.
+# Keys and values, for rules of one key that look at others.
 Given = Mapping[str, Any]
 PREFIX = "actor_rollout_ref."
 # Begins the reason of a key whose place other settings of the user take.
 REPLACED = "replaced by"
+# A value that is passed on as it was written, such as an interpolation.
+AS_GIVEN = object()
 
 
 class Setting(NamedTuple):
@@ -47,27 +51,29 @@ class Outcome(NamedTuple):
     stops: bool = False
 
 
-class Written(str):
-    """A value that is passed on exactly as it is written, such as an interpolation."""
-
-    __slots__ = ()
-
-
 @cache
-def foreign(part: str) -> Mapping[str, Any]:
-    """Returns a part of `foreign.yaml`, with a line for each key."""
-    rows = _file()[part]
-    if part == "verl_omni":
-        return {section: _one_line_each(lines) for section, lines in rows.items()}
-    return _one_line_each(rows)
-
-
-@cache
-def _file() -> dict[str, dict[str, Any]]:
-    path = Path(__file__).with_name("foreign.yaml")
-    found: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+def foreign() -> Mapping[str, Mapping[str, Any]]:
+    """Returns the row of each key, by the part of `foreign.yaml` that it stands in."""
+    parts = yaml.safe_load(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Any]] = {}
+    for part, rows in parts.items():
+        # verl-omni's keys stand in sections, those of the other parts do not.
+        sections = rows if part == "verl_omni" else {"": rows}
+        found[part] = {
+            f"{section}.{name}".strip("."): row
+            for section, lines in sections.items()
+            for names, row in lines.items()
+            for name in names.split() or [""]
+        }
     return found
 
 
-def _one_line_each(rows: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row for names, row in rows.items() for name in names.split() or [""]}
+def mapping_of(path: Path, named: str) -> dict[str, Any]:
+    """Reads a YAML file of the user; ValueError with its name if it holds no mapping."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{named} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{named} must hold a mapping of keys")
+    return {str(key): value for key, value in found.items()}

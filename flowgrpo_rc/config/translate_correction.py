@@ -11,11 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from flowgrpo_rc.config.setting import foreign
+from flowgrpo_rc.config.setting import foreign, mapping_of
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.presets import PRESETS
 from flowgrpo_rc.correction.thresholds import KEY, OLDER_NAMES
@@ -23,24 +19,22 @@ from flowgrpo_rc.plugins import did_you_mean
 
 Layer = Mapping[str, Any]
 OWN_KEYS = tuple(f.name for f in dataclasses.fields(RolloutCorrectionConfig))
-# These switch a correction on.
-_SLIME_CORRECTIONS = ("use_tis", "use_rollout_correction", "use_rs")
-_TIS = ("level", "mode", "lower_bound", "upper_bound", "batch_normalize")
-_REJECTION = ("level", "lower_bound", "upper_bound")
-SLIME_KEYS = (
-    *_SLIME_CORRECTIONS,
-    *(f"{prefix}_{name}" for prefix in ("tis", "mis") for name in _TIS),
-    *(f"rs_{name}" for name in _REJECTION),
-    *foreign("slime"),
-)
-# Two spellings of one setting.
-_PAIRS = (
+# slime's settings of the weights, each in two spellings, and of the rejection. The last of each
+# switches the others on.
+_TIS = (
+    ("tis_level", "mis_level"),
+    ("tis_mode", "mis_mode"),
+    ("tis_lower_bound", "mis_lower_bound"),
+    ("tis_upper_bound", "mis_upper_bound"),
+    ("tis_batch_normalize", "mis_batch_normalize"),
     ("use_tis", "use_rollout_correction"),
-    ("rs_veto_threshold", "mis_veto_threshold"),
-    *((f"tis_{name}", f"mis_{name}") for name in _TIS),
 )
+_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound", "use_rs")
+_SWITCHES = (*_TIS[-1], _RS[-1])
+_PAIRS = (*_TIS, ("rs_veto_threshold", "mis_veto_threshold"))
+SLIME_KEYS = (*(key for pair in _TIS for key in pair), *_RS, *foreign()["slime"])
 _FILE_KEY = "custom_config_path"
-KNOWN_KEYS = (*OWN_KEYS, "preset", *foreign("verl"), *SLIME_KEYS, _FILE_KEY)
+KNOWN_KEYS = (*OWN_KEYS, "preset", *foreign()["verl"], *SLIME_KEYS, _FILE_KEY)
 # A preset is named for these, so that it cannot be refined by others.
 _FIXED_BY_PRESET = ("bypass_mode", "loss_type")
 # What depends on a switch, and goes with it.
@@ -48,10 +42,6 @@ _DEPENDENTS = {
     "rollout_is": ("rollout_is_mode", "rollout_is_batch_normalize"),
     "rollout_rs": ("rollout_rs_threshold", "rollout_rs_threshold_lower"),
 }
-_WHY_DECOUPLED = (
-    "in bypass mode with ppo_clip weights would be metrics alone (bypass_mode=true, if that is "
-    "meant)"
-)
 
 
 def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
@@ -87,7 +77,10 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
         metrics = settings.get("bypass_mode") and settings.get("loss_type") in (None, "ppo_clip")
         if asking and metrics and not says_mode:
             settings["bypass_mode"] = False
-            notes.append(f"{asking} -> bypass_mode=False; {_WHY_DECOUPLED}")
+            notes.append(
+                f"{asking} -> bypass_mode=False; in bypass mode with ppo_clip weights would be "
+                "metrics alone (bypass_mode=true, if that is meant)"
+            )
     config = RolloutCorrectionConfig(**settings)
     try:
         config.validate()
@@ -102,7 +95,7 @@ def _asks_for_weights(before: Layer, layer: Layer, slime: Layer) -> str:
 
     slime's switches always do: its own default for the mode is decoupled.
     """
-    for key in _SLIME_CORRECTIONS:
+    for key in _SWITCHES:
         if str(slime.get(key)).lower() == "true":
             return f"{key}=true"
     level = layer.get("rollout_is")
@@ -123,18 +116,12 @@ def _with_file(layer: Layer) -> tuple[dict[str, Any], list[str]]:
     if path is None:
         return given, []
     file = f"{KEY}.{_FILE_KEY}={path}"
-    try:
-        there = OmegaConf.to_container(OmegaConf.load(Path(str(path)).expanduser()))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(there, dict):
-        raise ValueError(f"{file} must hold a mapping of keys such as use_tis: true")
-    for key, value in there.items():
+    read = mapping_of(Path(str(path)).expanduser(), file)
+    for key, value in read.items():
         if key in given and given[key] != value:
             raise ValueError(
                 f"{KEY}.{key}={given[key]!r} and {file} with {key}={value!r} contradict: drop one"
             )
-    read = {str(key): value for key, value in there.items()}
     return read | given, [f"{_FILE_KEY}={path} -> {', '.join(read)}"]
 
 
@@ -144,18 +131,24 @@ class _Settings:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.notes: list[str] = []
-        self._source: dict[str, str] = {}
+        self._sources: dict[str, str] = {}
 
     def put(self, key: str, value: Any, source: str) -> None:
         if key in self.values and self.values[key] != value:
             raise ValueError(
-                f"{KEY}.{source} means {key}={value!r}, but {KEY}.{self._source[key]} says "
+                f"{KEY}.{source} means {key}={value!r}, but {KEY}.{self._sources[key]} says "
                 f"{key}={self.values[key]!r}: drop one of them"
             )
         self.values[key] = value
-        self._source.setdefault(key, source)
+        self._sources.setdefault(key, source)
         if source != key:
             self.notes.append(f"{source} -> {key}={value}")
+
+    def put_off(self, switch: str, source: str) -> None:
+        """Puts the defaults of a switch and of what depends on it."""
+        default = RolloutCorrectionConfig()
+        for key in (switch, *_DEPENDENTS[switch]):
+            self.put(key, getattr(default, key), source)
 
 
 def _translated(given: Layer) -> _Settings:
@@ -178,7 +171,7 @@ def _translated(given: Layer) -> _Settings:
     level = given.get("rollout_rs")
     if isinstance(level, str) and level in OLDER_NAMES:
         found.notes.append(f"rollout_rs={level} -> {OLDER_NAMES[level]}")
-    for key, row in {**foreign("verl"), **foreign("slime")}.items():
+    for key, row in {**foreign()["verl"], **foreign()["slime"]}.items():
         if given.get(key) is None:
             continue
         if isinstance(row, str):
@@ -219,9 +212,8 @@ class _Given(NamedTuple):
     key: str
     value: Any
 
-    def source(self, switch: _Given) -> str:
-        """Who says so: the key, or the switch that is on where the key is not given."""
-        return switch.key if self.value is None else self.key
+    def or_else(self, other: _Given) -> _Given:
+        return other if self.value is None else self
 
     def is_on(self) -> bool:
         return self.value is not None and _flag(self.value, self.key)
@@ -232,84 +224,58 @@ class _Given(NamedTuple):
 
 def _slime(given: Layer, found: _Settings) -> None:
     """Puts what slime's switches turn on. What they leave unused is left out with a note."""
-    tis = {name: _same(given, f"tis_{name}", f"mis_{name}") for name in _TIS}
-    rejection = {name: _Given(f"rs_{name}", given.get(f"rs_{name}")) for name in _REJECTION}
-    weigh = _same(given, "use_tis", "use_rollout_correction")
-    reject = _Given("use_rs", given.get("use_rs"))
-    used: set[str] = set()
+    level, mode, lower, upper, normalize, weigh = (_either(given, *pair) for pair in _TIS)
+    rs_level, rs_lower, rs_upper, reject = (_Given(key, given.get(key)) for key in _RS)
+    used: list[_Given] = []
     if weigh.is_on():
-        used |= _slime_weights(weigh, tis, found)
+        used += [level, mode, upper, normalize]
+        found.put("rollout_is", level.value or "token", level.or_else(weigh).key)
+        if mode.value is not None:
+            found.put("rollout_is_mode", mode.value, mode.key)
+        highest = upper.number(2.0)
+        if mode.value in (None, "truncate"):
+            found.put("rollout_is_threshold", highest, upper.or_else(weigh).key)
+        else:
+            used.append(lower)
+            lowest = lower.number(1 / highest if highest else 0.0)
+            source = upper.or_else(lower).or_else(weigh)
+            found.put("rollout_is_threshold", f"{lowest}_{highest}", source.key)
+            if lower.value is not None:
+                found.notes.append(f"{lower.key} -> the lower bound in rollout_is_threshold")
+        if normalize.value is not None:
+            found.put("rollout_is_batch_normalize", normalize.is_on(), normalize.key)
     elif weigh.value is not None:
-        found.put("rollout_is", None, weigh.key)
-        found.put("rollout_is_mode", None, weigh.key)
-        found.put("rollout_is_batch_normalize", False, weigh.key)
+        found.put_off("rollout_is", weigh.key)
     if reject.is_on():
-        used |= _slime_rejection(reject, rejection, tis, found)
+        # Bounds that are not given fall back to those of the weights.
+        least, most = rs_lower.or_else(lower), rs_upper.or_else(upper)
+        used += [rs_level, least, most]
+        name = rs_level.value or "token"
+        found.put("rollout_rs", OLDER_NAMES.get(name, name), rs_level.or_else(reject).key)
+        found.put("rollout_rs_threshold", most.number(2.0), most.or_else(reject).key)
+        if least.value is not None:
+            found.put("rollout_rs_threshold_lower", least.number(0), least.key)
     elif reject.value is not None:
-        for key in ("rollout_rs", *_DEPENDENTS["rollout_rs"]):
-            found.put(key, None, reject.key)
-    for one in (*tis.values(), *rejection.values()):
-        if one.value is None or one.key in used:
+        found.put_off("rollout_rs", reject.key)
+    for one in (level, mode, lower, upper, normalize, rs_level, rs_lower, rs_upper):
+        if one.value is None or one in used:
             continue
-        switch = reject if one.key.startswith("rs_") else weigh
-        why = (
-            "tis_mode=truncate has no lower bound" if switch.is_on() else f"{switch.key} is not on"
-        )
+        switch = reject if one.key in _RS else weigh
+        why = "tis_mode=truncate has no lower bound"
+        if not switch.is_on():
+            why = f"{switch.key} is not on"
         found.notes.append(f"{one.key}={one.value} is not used: {why}")
 
 
-def _slime_weights(switch: _Given, tis: Mapping[str, _Given], found: _Settings) -> set[str]:
-    """Puts slime's settings of the weights. Returns the keys that took part."""
-    level, mode, lower, upper, normalize = (tis[name] for name in _TIS)
-    used = {level.key, mode.key, upper.key, normalize.key}
-    found.put("rollout_is", level.value or "token", level.source(switch))
-    if mode.value is not None:
-        found.put("rollout_is_mode", mode.value, mode.key)
-    highest = upper.number(2.0)
-    if mode.value in (None, "truncate"):
-        found.put("rollout_is_threshold", highest, upper.source(switch))
-    else:
-        used.add(lower.key)
-        lowest = lower.number(1 / highest if highest else 0.0)
-        source = lower if upper.value is None else upper
-        found.put("rollout_is_threshold", f"{lowest}_{highest}", source.source(switch))
-        if lower.value is not None:
-            found.notes.append(f"{lower.key} -> the lower bound in rollout_is_threshold")
-    if normalize.value is not None:
-        found.put("rollout_is_batch_normalize", normalize.is_on(), normalize.key)
-    return used
-
-
-def _slime_rejection(
-    switch: _Given, rejection: Mapping[str, _Given], tis: Mapping[str, _Given], found: _Settings
-) -> set[str]:
-    """Puts slime's settings of the rejection. Returns the keys that took part.
-
-    Bounds that are not given fall back to those of the weights.
-    """
-    level = rejection["level"]
-    lower, upper = (
-        tis[name] if rejection[name].value is None else rejection[name]
-        for name in ("lower_bound", "upper_bound")
-    )
-    name = level.value or "token"
-    found.put("rollout_rs", OLDER_NAMES.get(name, name), level.source(switch))
-    found.put("rollout_rs_threshold", upper.number(2.0), upper.source(switch))
-    if lower.value is not None:
-        found.put("rollout_rs_threshold_lower", lower.number(0), lower.key)
-    return {level.key, upper.key, lower.key}
-
-
-def _same(given: Layer, one: str, other: str) -> _Given:
+def _either(given: Layer, one: str, other: str) -> _Given:
     """Reads a setting with two names. ValueError if they are given with different values."""
-    if given.get(other) is None:
-        return _Given(one, given.get(one))
-    if given.get(one, given[other]) not in (None, given[other]):
+    first, second = _Given(one, given.get(one)), _Given(other, given.get(other))
+    if None not in (first.value, second.value) and first.value != second.value:
         raise ValueError(
-            f"{KEY}.{one}={given[one]!r} and {KEY}.{other}={given[other]!r} contradict: drop one "
+            f"{KEY}.{one}={first.value!r} and {KEY}.{other}={second.value!r} contradict: drop one "
             "of them"
         )
-    return _Given(other, given[other])
+    return second.or_else(first)
 
 
 def _flag(value: Any, key: str) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flowgrpo_rc.config.setting import PREFIX, REPLACED, Given, Outcome, Setting, Written, foreign
+from flowgrpo_rc.config.setting import AS_GIVEN, PREFIX, REPLACED, Given, Outcome, Setting, foreign
 
 TERMS = "reward.terms"
 _FUNCTION = "reward.custom_reward_function.path"
 _FUNCTIONS = "reward.reward_functions"
-_MODEL = "reward.reward_model.model_path"
 _SET_HERE = f"rewards are set in {TERMS}"
 # The reward that asks the reward model, and where `vllm serve` listens.
 _READER = "vlm_ocr"
@@ -29,10 +28,9 @@ def _file(path: Any) -> str:
     return name.removesuffix(".py").rsplit(".", 1)[-1]
 
 
-def _scorer(path: Any) -> dict[str, Any] | None:
-    """Returns the reward here that scores as a file of verl-omni does; None if there is none."""
-    found: dict[str, Any] | None = foreign("rewards").get(_file(path))
-    return found
+def _scorer(path: Any) -> Mapping[str, Any]:
+    """Returns the reward here that scores as a file of verl-omni does; empty if there is none."""
+    return foreign()["rewards"].get(_file(path), {})
 
 
 def _paths(given: Given) -> dict[str, Any]:
@@ -45,30 +43,24 @@ def _paths(given: Given) -> dict[str, Any]:
     path = given.get(_FUNCTION)
     if several or path is None:
         return several
-    scorer = _scorer(path)
-    return {scorer["name"] if scorer else _file(path): path}
-
-
-def _own_terms(given: Given) -> list[str]:
-    """Returns the terms that the user has chosen in this project's words.
-
-    Options of a translated term refine it, and a term of weight 0 is only logged.
-    """
-    names: dict[str, bool] = {}
-    for key, value in given.items():
-        if key == TERMS and isinstance(value, Mapping):
-            names |= {str(name): term is not None for name, term in value.items()}
-        elif key.startswith(f"{TERMS}."):
-            name, _, option = key.removeprefix(f"{TERMS}.").partition(".")
-            names[name] = value is not None and not (option == "weight" and value == 0)
-    translated = _paths(given)
-    return [name for name, chosen in names.items() if chosen and name not in translated]
+    return {_scorer(path).get("name", _file(path)): path}
 
 
 def _replaced(given: Given) -> Outcome | None:
-    """Returns the outcome of a key whose place the user's own terms take."""
-    own = ", ".join(f"{TERMS}.{name}" for name in _own_terms(given))
-    return Outcome(why=f"{REPLACED} {own}") if own else None
+    """Returns the outcome of a key whose place the user's own terms take; None without any.
+
+    Options of a translated term refine it, and a term of weight 0 is only logged.
+    """
+    chosen: dict[str, bool] = {}
+    for key, value in given.items():
+        if key == TERMS and isinstance(value, Mapping):
+            chosen |= {str(name): term is not None for name, term in value.items()}
+        elif key.startswith(f"{TERMS}."):
+            name, _, option = key.removeprefix(f"{TERMS}.").partition(".")
+            chosen[name] = value is not None and not (option == "weight" and value == 0)
+    translated = _paths(given)
+    own = [f"{TERMS}.{name}" for name in chosen if chosen[name] and name not in translated]
+    return Outcome(why=f"{REPLACED} {', '.join(own)}") if own else None
 
 
 def _term(name: str, path: Any, given: Given) -> Outcome:
@@ -77,8 +69,8 @@ def _term(name: str, path: Any, given: Given) -> Outcome:
     if given.get(key, ...) is None:
         return Outcome(why=f"dropped by {key}=null")
     scorer = _scorer(path)
-    if scorer is None:
-        known = ", ".join(foreign("rewards"))
+    if not scorer:
+        known = ", ".join(foreign()["rewards"])
         why = f"{_SET_HERE}, which takes the place of this; only {known} have a counterpart"
         return Outcome(why=why, stops=True)
     found: dict[str, Any] = {}
@@ -92,20 +84,24 @@ def _term(name: str, path: Any, given: Given) -> Outcome:
         return Outcome(found)
     if f"{key}.url" not in given:
         found[f"{key}.url"] = _URL
+    model = given.get("reward.reward_model.model_path", "MODEL")
     return Outcome(
         found,
-        f"start its server first, `vllm serve {given.get(_MODEL, 'MODEL')}`; without one, "
-        f"{TERMS}.ocr.weight=1 scores in place of it. The answers are greedy here, sampled there",
+        f"start its server first, `vllm serve {model}`; without one, {TERMS}.ocr.weight=1 scores "
+        "in place of it. The answers are greedy here, sampled there",
     )
 
 
 def _function(setting: Setting, given: Given) -> Outcome:
     if setting.value is None:
         return Outcome(why="no function")
-    paths = _paths(given)
-    if setting.value not in paths.values():
-        return _replaced(given) or Outcome(why=f"{_FUNCTIONS} are given")
-    return _replaced(given) or _term(next(iter(paths)), setting.value, given)
+    replaced = _replaced(given)
+    if replaced is not None:
+        return replaced
+    name, path = next(iter(_paths(given).items()))
+    if setting.value != path:
+        return Outcome(why=f"{_FUNCTIONS} are given")
+    return _term(name, path, given)
 
 
 def _functions(setting: Setting, given: Given) -> Outcome:
@@ -118,27 +114,26 @@ def _functions(setting: Setting, given: Given) -> Outcome:
         return replaced
     name, _, option = setting.key.removeprefix(f"{_FUNCTIONS}.").partition(".")
     path = _paths(given).get(name)
+    scorer = _scorer(path)
     if option == "path":
         return _term(name, path, given)
-    scorer = _scorer(path)
-    if option in ("name", "required") or (path is not None and scorer is None):
+    if option in ("name", "required") or (path is not None and not scorer):
         return Outcome(why=f"belongs to {_FUNCTIONS}.{name}.path")
-    if option == "weight" and scorer is not None:
+    if option == "weight" and scorer:
         return Outcome({f"{TERMS}.{name}.weight": setting.value * (1 / scorer["divisor"])})
     return Outcome(why=f"set {TERMS}.{name}", stops=True)
 
 
 def _readers(given: Given) -> list[str]:
     """Returns the terms that ask the reward model."""
-    if _own_terms(given):
+    if _replaced(given) is not None:
         return []
-    scorers = {name: _scorer(path) for name, path in _paths(given).items()}
-    return [name for name, scorer in scorers.items() if scorer and scorer["name"] == _READER]
+    return [name for name, path in _paths(given).items() if _scorer(path).get("name") == _READER]
 
 
 def _enable(setting: Setting, given: Given) -> Outcome:
     if setting.value is False or _readers(given):
-        return Outcome(why=foreign("verl_omni")["reward"]["reward_model"])
+        return Outcome(why=foreign()["verl_omni"]["reward.reward_model"])
     return _replaced(given) or Outcome(why=_SET_HERE, stops=True)
 
 
@@ -146,14 +141,14 @@ def _model_path(setting: Setting, given: Given) -> Outcome:
     terms = _readers(given)
     if not terms or setting.value is None:
         return Outcome(why="belongs to reward_model.enable")
-    return Outcome({f"{TERMS}.{name}.model": Written(setting.text) for name in terms})
+    return Outcome({f"{TERMS}.{name}.model": AS_GIVEN for name in terms})
 
 
 def _workers(setting: Setting, given: Given) -> Outcome:
     """verl-omni counts processes under this name; here it is rewards scored at the same time."""
     if any(key.startswith(PREFIX) for key in given):
         return Outcome(why="reward processes; here a reward is one thread")
-    return Outcome({setting.key: Written(setting.text)})
+    return Outcome({setting.key: AS_GIVEN})
 
 
 # What `rule` names in the table.

@@ -4,13 +4,13 @@ several of them. Defaults live in the dataclasses; `check_settings` checks them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
@@ -240,6 +240,24 @@ class Config:
     def total_updates(self) -> int:
         """Returns the optimizer updates of the whole run."""
         return updates_of_steps(self, self.trainer.total_training_steps)
+
+
+@cache
+def typed_tree() -> DictConfig:
+    """The tree of the dataclasses with their defaults; built once, and changed by nobody."""
+    return OmegaConf.structured(Config)
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Returns the keys of this project, sections included."""
+    return frozenset(_keys(OmegaConf.to_container(typed_tree())))
+
+
+def _keys(node: Any, prefix: str = "") -> Iterator[str]:
+    for name, below in node.items() if isinstance(node, dict) else ():
+        yield f"{prefix}{name}"
+        yield from _keys(below, f"{prefix}{name}.")
 
 
 def updates_of_steps(config: Any, steps: int) -> int:

@@ -338,8 +338,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
         "use_policy_gradient",
         "use_pure_rollout_correction",
     ),
-    ({"bypass_mode": False, "use_pure_rollout_correction": True}, "loss_type", "bypass_mode"),
-    ({"loss_type": "reinforce"}, "loss_type", "bypass_mode"),
     ({"use_tis": True, "use_rollout_correction": False}, "use_tis", "use_rollout_correction"),
     ({"use_tis": False, "rollout_is": "token"}, "use_tis", "rollout_is"),
     ({"use_tis": True, "tis_level": "token", "rollout_is": "sequence"}, "tis_level", "rollout_is"),
@@ -404,27 +402,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
         "rollout_rs_threshold",
         "rollout_rs_threshold_lower",
     ),
-    ({"bypass_mode": True, "exclude_rejected": True}, "exclude_rejected", "bypass_mode"),
-    ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize", "rollout_is"),
-    ({"rollout_is_mode": "mask"}, "rollout_is_mode", "rollout_is"),
-    (
-        {"bypass_mode": True, "rollout_is": "token", "rollout_is_batch_normalize": True},
-        "rollout_is_batch_normalize",
-        "loss_type",
-    ),
-    (
-        {"bypass_mode": True, "rollout_is": "token", "rollout_is_mode": "mask"},
-        "rollout_is_mode",
-        "bypass_mode",
-    ),
-    (
-        {"rollout_is": "token", "rollout_is_mode": "truncate", "rollout_is_threshold": "0.5_2.0"},
-        "rollout_is_mode",
-        "rollout_is_threshold",
-    ),
-    ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold", "rollout_rs"),
-    ({"rollout_rs_threshold_lower": 0.5}, "rollout_rs_threshold_lower", "rollout_rs"),
-    ({"rollout_rs": "token_k1"}, "rollout_rs", "rollout_rs_threshold"),
 ]
 
 
