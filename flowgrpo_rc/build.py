@@ -25,8 +25,7 @@ from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
 from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, chunk_size, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.check_inputs import Prompts
-from flowgrpo_rc.config.device import device_of
-from flowgrpo_rc.config.processes import limit_threads
+from flowgrpo_rc.config.machine import device_of, limit_threads
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands

@@ -39,7 +39,7 @@ from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.checks import check_run
 from flowgrpo_rc.config.compose import unchecked_config
-from flowgrpo_rc.config.device import device_of
+from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler

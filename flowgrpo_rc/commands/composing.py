@@ -13,8 +13,7 @@ from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.check_inputs import check_inputs
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import as_yaml, compose_all, unchecked_config
-from flowgrpo_rc.config.device import device_of
-from flowgrpo_rc.config.processes import num_processes, usable_cores
+from flowgrpo_rc.config.machine import device_of, num_processes, usable_cores
 from flowgrpo_rc.config.rows import summary, table
 from flowgrpo_rc.distributed.child import is_child, launched_processes
 from flowgrpo_rc.distributed.launch import launch

@@ -8,7 +8,7 @@ from pathlib import Path
 from flowgrpo_rc.build import make_processes, make_suite, make_task
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.checks import check_run, check_suites
-from flowgrpo_rc.config.device import device_of
+from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.evaluation.suite_runner import TOTAL

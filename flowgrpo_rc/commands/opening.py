@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from flowgrpo_rc.config.check_inputs import Prompts
+from flowgrpo_rc.config.check_inputs import Prompts, inputs_of
 from flowgrpo_rc.config.checks import RunInputs
-from flowgrpo_rc.config.input_files import inputs_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.checkpoint import Checkpoint, set_aside_after

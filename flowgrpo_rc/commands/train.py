@@ -18,10 +18,8 @@ from flowgrpo_rc.config.check_inputs import Prompts
 from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.cores import stay_on_own_core
-from flowgrpo_rc.config.device import device_of
-from flowgrpo_rc.config.less_memory import with_less_memory
-from flowgrpo_rc.config.processes import num_processes, processes_here
-from flowgrpo_rc.config.settle import settled
+from flowgrpo_rc.config.machine import device_of, num_processes, processes_here
+from flowgrpo_rc.config.settle import settled, with_less_memory
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.child import say_error
 from flowgrpo_rc.distributed.memory import OutOfMemory, free_memory, out_of_memory_in

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from flowgrpo_rc.config.check_settings import refuse
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
+from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import adapter_of
 from flowgrpo_rc.models.index import absent_components
 from flowgrpo_rc.plugins import check_options, install_hint, load_class
@@ -51,70 +53,67 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         offer what the settings ask for.
     """
     engine = engine_class(config)
-    if engine.kind != config.model.kind:
-        raise ValueError(
-            f"rollout.name={config.rollout.name} samples from models of model.kind={engine.kind}, "
-            f"not from model.kind={config.model.kind}"
-        )
-    quantization = config.rollout.quantization
-    if quantization is not None and quantization not in engine.quantizations:
-        raise ValueError(
-            f"rollout.quantization={quantization!r}: rollout.name={config.rollout.name} offers "
-            f"{', '.join(engine.quantizations) or 'none (see rollout.engine_kwargs)'}"
-        )
-    if config.rollout.compile and not engine.compiles:
-        raise ValueError(
-            f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it"
-        )
-    if config.rollout.merge_lora:
-        _check_merging(config, engine)
-    if config.trainer.tf32 and config.rollout.dtype == "fp32" and not engine.copies_network:
-        raise ValueError(
-            f"trainer.tf32=true: rollout.name={config.rollout.name} multiplies fp32 matrices in a "
-            "process of its own, which does not follow; set rollout.dtype=bf16, or drop it"
-        )
-    if config.data.replay_dir is None and config.keep_means() and not engine.records_means:
-        raise ValueError(
-            f"rollout.name={config.rollout.name} does not record the means of its steps, which "
-            f"{' and '.join(config.compares_means())} reads: use another engine, or do without. "
-            "An engine that does record them says so (`RolloutEngine.records_means`)"
-        )
-    if config.rollout.pipeline.condition_images and not engine.takes_images:
-        raise ValueError(
-            f"rollout.pipeline.condition_images={config.rollout.pipeline.condition_images}: "
-            f"rollout.name={config.rollout.name} samples from texts alone; set "
-            "rollout.name=diffusers"
-        )
-    if config.knows_no_log_probs() and not engine.finishes_alone:
-        raise ValueError(
-            f"rollout.name={config.rollout.name} records steps, and "
-            f"actor.diffusion_loss.loss_mode={config.actor.diffusion_loss.loss_mode} trains on "
-            "finished samples: set rollout.name=diffusers, or take another loss. An engine that "
-            "returns them says so (`RolloutEngine.finishes_alone`)"
-        )
-    if config.actor.replay == "aligned" and config.rollout.algo.shared_prefix:
-        raise ValueError(
-            "actor.replay=aligned: rollout.algo.shared_prefix=true evaluates states that samples "
-            "share once, so forwards of rollout and update have other sizes; drop one of them"
-        )
-    if config.actor.replay == "aligned" and not engine.aligns:
-        raise ValueError(
-            f"actor.replay=aligned: rollout.name={config.rollout.name} forms batches of its own; "
-            "set rollout.name=diffusers, or drop it"
-        )
+    rollout, kind, name = config.rollout, config.model.kind, f"rollout.name={config.rollout.name}"
+    offered = ", ".join(engine.quantizations) or "none (see rollout.engine_kwargs)"
+    images = rollout.pipeline.condition_images
+    needs_means = config.data.replay_dir is None and config.keep_means()
+    aligned = config.actor.replay == "aligned"
+    refuse(
+        "",
+        (
+            engine.kind != kind,
+            f"{name} samples from models of model.kind={engine.kind}, not model.kind={kind}",
+        ),
+        (
+            rollout.quantization not in (None, *engine.quantizations),
+            f"rollout.quantization={rollout.quantization!r}: {name} offers {offered}",
+        ),
+        (
+            rollout.compile and not engine.compiles,
+            f"rollout.compile=true has no effect with {name}: drop it",
+        ),
+        (
+            bool(rollout.merge_lora) and not engine.merges_lora,
+            f"rollout.merge_lora=true has no effect with {name}: drop it",
+        ),
+        (
+            bool(rollout.merge_lora) and rollout.quantization is not None,
+            f"rollout.quantization={rollout.quantization}: rollout.merge_lora=true cannot add a "
+            "LoRA to quantized weights; drop one of them",
+        ),
+        (
+            config.trainer.tf32 and rollout.dtype == "fp32" and not engine.copies_network,
+            f"trainer.tf32=true does not reach the process of {name}: set rollout.dtype=bf16, or "
+            "drop it",
+        ),
+        (
+            needs_means and not engine.records_means,
+            f"{name} does not record the means of its steps (`RolloutEngine.records_means`), which "
+            f"{' and '.join(config.compares_means())} reads: use another engine, or do without",
+        ),
+        (
+            bool(images) and not engine.takes_images,
+            f"rollout.pipeline.condition_images={images}: {name} samples from texts alone; set "
+            "rollout.name=diffusers",
+        ),
+        (
+            config.knows_no_log_probs() and not engine.finishes_alone,
+            f"{name} records steps (`RolloutEngine.finishes_alone`), and {DIFFUSION_KEY}.loss_mode="
+            f"{config.actor.diffusion_loss.loss_mode} trains on finished samples: set "
+            "rollout.name=diffusers, or take another loss",
+        ),
+        (
+            aligned and rollout.algo.shared_prefix,
+            "actor.replay=aligned: with rollout.algo.shared_prefix=true forwards of rollout and "
+            "update have other sizes; drop one of them",
+        ),
+        (
+            aligned and not engine.aligns,
+            f"actor.replay=aligned: {name} forms batches of its own; set rollout.name=diffusers, "
+            "or drop it",
+        ),
+    )
     return engine
-
-
-def _check_merging(config: Config, engine: type[RolloutEngine[Any]]) -> None:
-    """Raises ValueError where the LoRA cannot be added to the sampling weights."""
-    name = config.rollout.name
-    if not engine.merges_lora:
-        raise ValueError(f"rollout.merge_lora=true has no effect with rollout.name={name}: drop it")
-    if config.rollout.quantization is not None:
-        raise ValueError(
-            f"rollout.merge_lora=true: a LoRA cannot be added to quantized weights; drop it or "
-            f"rollout.quantization={config.rollout.quantization}"
-        )
 
 
 def engine_options(config: Config) -> dict[str, Any]:
@@ -146,19 +145,14 @@ def check_machine(config: Config, device: torch.device) -> None:
       ValueError: a setting that the machine cannot follow, or a package that is missing.
     """
     if config.model.offload_idle and device.type == "cpu":
-        raise ValueError(
-            "model.offload_idle=true has no effect on the CPU, where everything stays anyway: drop "
-            "it"
-        )
+        raise ValueError("model.offload_idle=true has no effect on the CPU: drop it")
     rollout = config.rollout
     check_device(rollout.dtype, rollout.quantization, device, rollout.compile)
     if config.data.replay_dir is None:
         _check_workers(config, device)
-        _check_installed(config)
         _check_options_on(config, device)
     _check_compiler(config, device)
-    strategy = resolve_strategy(config.trainer.strategy)
-    if config.rollout.merge_lora and strategy == "fsdp2":
+    if rollout.merge_lora and resolve_strategy(config.trainer.strategy) == "fsdp2":
         raise ValueError(
             "rollout.merge_lora=true needs the trainer's whole weights on each process, and "
             "trainer.strategy=fsdp2 shards them: drop one of them"
@@ -179,26 +173,23 @@ def _check_workers(config: Config, device: torch.device) -> None:
     spare_gpus(device, here, rollout.workers, config.gpus_per_worker(device.type))
 
 
-def _check_installed(config: Config) -> None:
-    quantization = config.rollout.quantization
-    if quantization is None:
-        return
-    package = engine_of(config).quantizations[quantization]
-    if find_spec(package) is None:
-        raise ValueError(
-            f"rollout.quantization={quantization} needs {package}: {install_hint('quantization')}"
-        )
-
-
 def _check_options_on(config: Config, device: torch.device) -> None:
-    """Lets the engine check the values of its options, the model and the device."""
+    """Looks for the package that quantizes, and lets the engine check its options, the model and
+    the device.
+    """
+    engine, quantization = engine_of(config), config.rollout.quantization
+    if quantization is not None and find_spec(engine.quantizations[quantization]) is None:
+        raise ValueError(
+            f"rollout.quantization={quantization} needs {engine.quantizations[quantization]}: "
+            f"{install_hint('quantization')}"
+        )
     pipeline_class = ""
     absent: list[str] = []
     if config.model.kind == "diffusion":
         pipeline_class = adapter_of(config.model).serves()
         absent = absent_components(config.model)
     try:
-        engine_of(config).check(pipeline_class, absent, device, engine_options(config))
+        engine.check(pipeline_class, absent, device, engine_options(config))
     except ValueError as error:
         raise ValueError(f"{ENGINE_KWARGS}: {error}") from error
     except ImportError as error:

@@ -5,16 +5,21 @@ They import no library of models, so the command line calls them before it impor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from huggingface_hub import try_to_load_from_cache
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.check_settings import SCORED, check_settings
-from flowgrpo_rc.config.device import device_of
+from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
+from flowgrpo_rc.data.prompts import PromptSampler, prompt_files, read_prompts
 from flowgrpo_rc.evaluation.suite import Suite, read_suites
+from flowgrpo_rc.models.config import INDEX_FILES
+from flowgrpo_rc.records.inputs import Input, file_input, model_inputs, prompts_input
 from flowgrpo_rc.records.trackers import check_login
 from flowgrpo_rc.rewards.manager import check_images, check_needs, requires_target
 
@@ -92,3 +97,43 @@ def prompts_of(config: Config) -> Prompts:
         for name, files in (("train_files", data.train_files), ("val_files", data.val_files))
     )
     return Prompts(PromptSampler(train, data.train_batch_size, config.trainer.seed), held_out)
+
+
+def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
+    """Returns what is on this machine of all that a run reads, by the setting that names it.
+
+    A model from the hub counts with the files that have been fetched. The code of a plug-in, the
+    files of `data.replay_dir`, and `model.lora_path`, which a run that goes on no longer reads, are
+    left out.
+    """
+    data = config.data
+    found = {
+        key: prompts_input(prompt_files(given, key), read)
+        for key, given, read in (
+            ("data.train_files", data.train_files, prompts.sampler.prompts),
+            ("data.val_files", data.val_files, prompts.held_out),
+        )
+    }
+    model = _folder_of_model(config)
+    if model is not None:
+        found |= model_inputs("model.path", model)
+    for key, path in _paths_of_rewards(config):
+        found |= model_inputs(key, path) if path.is_dir() else {key: file_input(path)}
+    return found
+
+
+def _folder_of_model(config: Config) -> Path | None:
+    """The folder of the model; None if it is on the hub and nothing of it has been fetched."""
+    folder = Path(config.model.path).expanduser()
+    if folder.is_dir():
+        return folder
+    index = try_to_load_from_cache(config.model.path, INDEX_FILES[config.model.kind])
+    return Path(index).parent if isinstance(index, str) else None
+
+
+def _paths_of_rewards(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yields the options of rewards that are the path of a file or folder."""
+    for name, term in config.reward.terms.items():
+        for option, value in (term or {}).items():
+            if isinstance(value, str) and "/" in value and Path(value).expanduser().exists():
+                yield f"reward.terms.{name}.{option}", Path(value).expanduser()

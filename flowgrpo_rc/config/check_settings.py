@@ -6,13 +6,17 @@ have no effect is an error.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import fields
 from operator import attrgetter
 
 import torch
 
-from flowgrpo_rc.config.check_forward import check_trained_on
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.losses.base import DIFFUSION_KEY
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.thresholds import KEY
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, ForwardLoss
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
 
@@ -50,7 +54,7 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     validate_rewards(config.reward)
     check_kind(config.reward, *SCORED[config.model.kind])
     if config.model.kind == "diffusion":
-        check_trained_on(config)
+        _check_trained_on(config)
     _check_sizes(config, num_processes)
     if config.actor.replay == "aligned":
         _check_alignment(config)
@@ -59,6 +63,75 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     _check_correction(config)
     _check_replayed(config)
     _check_average(config)
+
+
+def refuse(about: str, *cases: tuple[bool, str], end: str = "") -> None:
+    """Raises ValueError with the first reason that holds, of (holds, reason)."""
+    for holds, reason in cases:
+        if holds:
+            raise ValueError(f"{about}{reason}{end}")
+
+
+def _check_trained_on(config: Config) -> None:
+    """A loss of images trains on denoising steps of a rollout, or on finished samples, which have
+    no log-probs and so no mismatch.
+    """
+    loss, mode = config.actor.diffusion_loss.forward, config.actor.diffusion_loss.loss_mode
+    size = config.rollout.algo.sde_window_size
+    named = f"{DIFFUSION_KEY}.loss_mode={mode}"
+    if loss is None:
+        if size == 0:
+            raise ValueError(
+                f"rollout.algo.sde_window_size=0 leaves {named} no stochastic step to train on: "
+                "give at least 1, or a loss of finished samples, loss_mode=diffusion_nft"
+            )
+        return
+    if size != 0:
+        raise ValueError(
+            f"{named} trains on finished samples, which the ODE makes: set "
+            f"rollout.algo.sde_window_size=0 (it is {'null' if size is None else size})"
+        )
+    _check_times(config, loss)
+    for setting, default in _about_log_probs(config):
+        raise ValueError(
+            f"{setting} has no effect with {named}, which knows no log-probs: drop it, or give its "
+            f"default where a file sets it, {default}"
+        )
+    replay_dir = config.data.replay_dir
+    refuse(
+        f"{named} trains on finished samples, and not on recorded steps: drop it, or ",
+        (replay_dir is not None, f"data.replay_dir={replay_dir}"),
+        (config.trainer.save_rollouts, "trainer.save_rollouts=true"),
+    )
+
+
+def _check_times(config: Config, loss: ForwardLoss) -> None:
+    steps = config.rollout.evaluations()
+    if loss.times is not None and loss.times > steps:
+        raise ValueError(
+            f"{DIFFUSION_KEY}.times={loss.times}: the schedule has {steps} noise levels "
+            "(rollout.pipeline.num_inference_steps); give at most that, or null for all"
+        )
+    if config.actor.diffusion_loss.adv_clip_max == math.inf:
+        raise ValueError(
+            f"{DIFFUSION_KEY}.adv_clip_max=inf: {config.actor.diffusion_loss.loss_mode} divides "
+            "advantages by it; give a number"
+        )
+
+
+def _about_log_probs(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields settings about log-probs that are not the default, and the default."""
+    correction = config.algorithm.rollout_correction
+    for field in fields(RolloutCorrectionConfig):
+        value = getattr(correction, field.name)
+        off = (field.default, False) if field.name == "centered" else (field.default,)
+        if value not in off:
+            default = "null" if field.default is None else str(field.default).lower()
+            yield f"{KEY}.{field.name}={value}", f"{KEY}.{field.name}={default}"
+    for name, default in (("old_log_probs", "auto"), ("replay", "any")):
+        value = getattr(config.actor, name)
+        if value != default:
+            yield f"actor.{name}={value}", f"actor.{name}={default}"
 
 
 def _check_sizes(config: Config, num_processes: int) -> None:
@@ -91,8 +164,7 @@ def _check_sizes(config: Config, num_processes: int) -> None:
         if config.actor.diffusion_loss.forward is not None:
             trained = f"a sample has {config.trained_steps()} noise levels ({DIFFUSION_KEY}.times)"
         raise ValueError(
-            f"actor.steps_per_forward={steps}: {trained}; give at most that, or null for all of "
-            "them"
+            f"actor.steps_per_forward={steps}: {trained}; give at most that, or null for all"
         )
     chunk = config.rollout.micro_batch_size_per_gpu
     if chunk is not None and chunk < 1:
@@ -101,36 +173,27 @@ def _check_sizes(config: Config, num_processes: int) -> None:
 
 def _check_alignment(config: Config) -> None:
     """A micro-batch has to be a batch of the rollout; `_check_sizes` has seen the mini-batch."""
-    if config.model.kind == "causal_lm":
-        raise ValueError(
-            "actor.replay=aligned is for images: text is sampled one token after the other and "
-            "evaluated at once (model.kind=causal_lm); drop it"
-        )
-    if config.data.replay_dir is not None:
-        raise ValueError(
-            "actor.replay=aligned: a saved rollout (data.replay_dir) does not tell which samples "
-            "were evaluated together; drop one of them"
-        )
-    if config.actor.steps_per_forward != 1:
-        raise ValueError(
-            "actor.replay=aligned evaluates together what the rollout did, one step of each "
-            f"sample, but actor.steps_per_forward={config.actor.steps_per_forward}: set it to 1, "
-            "or drop actor.replay"
-        )
-    if config.trained_n() is not None:
-        raise ValueError(
-            "actor.replay=aligned evaluates together what the rollout did, but actor.train_n="
-            f"{config.actor.train_n} leaves samples out: set it to null, or drop actor.replay"
-        )
-    chunk = config.rollout.micro_batch_size_per_gpu
-    micro = config.actor.ppo_micro_batch_size_per_gpu
-    if chunk not in (None, micro):
-        raise ValueError(
-            "actor.replay=aligned evaluates together what the rollout did, but "
-            f"rollout.micro_batch_size_per_gpu={chunk} and "
-            f"actor.ppo_micro_batch_size_per_gpu={micro}: make them equal (or the former null); "
-            "they have to divide the samples of a mini-batch on one process"
-        )
+    actor, chunk = config.actor, config.rollout.micro_batch_size_per_gpu
+    micro = actor.ppo_micro_batch_size_per_gpu
+    sizes = f"rollout.micro_batch_size_per_gpu={chunk}, actor.ppo_micro_batch_size_per_gpu={micro}"
+    refuse(
+        "actor.replay=aligned",
+        (config.model.kind == "causal_lm", " is for images: drop it (model.kind=causal_lm)"),
+        (
+            config.data.replay_dir is not None,
+            ": a saved rollout (data.replay_dir) does not tell which samples were evaluated "
+            "together; drop one of them",
+        ),
+        (
+            actor.steps_per_forward != 1,
+            f" needs actor.steps_per_forward=1, as in the rollout, not {actor.steps_per_forward}",
+        ),
+        (
+            config.trained_n() is not None,
+            f": actor.train_n={actor.train_n} leaves samples of the rollout out; set it to null",
+        ),
+        (chunk not in (None, micro), f": {sizes}: make them equal, or the former null"),
+    )
 
 
 def _check_other_kind(config: Config) -> None:
@@ -158,131 +221,104 @@ def _check_correction(config: Config) -> None:
     correction, actor = config.algorithm.rollout_correction, config.actor
     if correction.bypass_mode and actor.old_log_probs != "auto":
         raise ValueError(
-            f"actor.old_log_probs={actor.old_log_probs} has no effect with "
-            "algorithm.rollout_correction.bypass_mode=true, where the old log-probs are the "
-            "rollout's: drop it, or set bypass_mode=false"
+            f"actor.old_log_probs={actor.old_log_probs} has no effect with {KEY}.bypass_mode=true, "
+            "where the old log-probs are the rollout's: drop it, or set bypass_mode=false"
         )
     if config.model.kind == "causal_lm":
-        _check_correction_of_text(config)
-    for key, mode, own in (
-        ("token_loss", actor.token_loss.loss_mode, TokenLossConfig.loss_mode),
-        ("diffusion_loss", actor.diffusion_loss.loss_mode, DiffusionLossConfig.loss_mode),
-    ):
-        if correction.loss_type == "reinforce" and mode != own:
-            raise ValueError(
-                f"actor.{key}.loss_mode={mode} has no effect with "
-                "algorithm.rollout_correction.loss_type=reinforce: drop one of them"
-            )
+        _check_correction_of_text(correction)
+    images, text = actor.diffusion_loss.loss_mode, actor.token_loss.loss_mode
+    if correction.loss_type == "reinforce":
+        refuse(
+            f"{KEY}.loss_type=reinforce has no clip: drop it, or ",
+            (text != TokenLossConfig.loss_mode, f"actor.token_loss.loss_mode={text}"),
+            (images != DiffusionLossConfig.loss_mode, f"{DIFFUSION_KEY}.loss_mode={images}"),
+        )
     _check_auto_bound(config)
     if config.rollout.algo.log_prob_convention == "peers":
-        gaussian = (
-            "set rollout.algo.log_prob_convention=gaussian, since that of the peers is no density"
+        adds_kl = actor.diffusion_loss.loss().needs_density
+        refuse(
+            "rollout.algo.log_prob_convention=peers is no density: set it to gaussian, or drop ",
+            (adds_kl, f"{DIFFUSION_KEY}.loss_mode={images}, which adds a KL to the log-ratio"),
+            (correction.log_prob_scale == "sum", f"{KEY}.log_prob_scale=sum"),
         )
-        if actor.diffusion_loss.loss().needs_density:
-            raise ValueError(
-                f"actor.diffusion_loss.loss_mode={actor.diffusion_loss.loss_mode} adds a KL to the "
-                f"log-ratio: {gaussian}"
-            )
-        if correction.log_prob_scale == "sum":
-            raise ValueError(
-                f"algorithm.rollout_correction.log_prob_scale=sum makes a density: {gaussian}"
-            )
     if actor.use_kl_loss and correction.bypass_mode and correction.rollout_is_batch_normalize:
         raise ValueError(
-            "actor.use_kl_loss=true and "
-            "algorithm.rollout_correction.rollout_is_batch_normalize=true cannot be combined in "
-            "bypass mode, where the normalisation scales the whole gradient: drop one of them"
+            f"actor.use_kl_loss=true and {KEY}.rollout_is_batch_normalize=true: in bypass mode the "
+            "normalisation would scale the KL, too; drop one of them"
         )
 
 
 def _check_auto_bound(config: Config) -> None:
-    """Refuses a bound of the loss that follows the mismatch where there is none to follow."""
+    """Refuses "auto:k", a bound of the loss that follows the mismatch, where none can be followed.
+
+    There is one option at most whose quantity the loss tells.
+    """
     section = config.actor.diffusion_loss
-    correction = config.algorithm.rollout_correction
     for name in section.auto:
-        setting = f"actor.diffusion_loss.{name}={vars(section)[name]}"
-        if not correction.bypass_mode:
-            raise ValueError(
-                f"{setting} follows the mismatch between rollout and training graph, which is not "
-                "in the ratio with algorithm.rollout_correction.bypass_mode=false: give a number, "
-                "or set bypass_mode=true"
-            )
-        if config.data.replay_dir is not None:
-            raise ValueError(
-                f"{setting} follows the mismatch, which grows with every update where saved "
-                "samples are trained on (data.replay_dir): give a number"
-            )
-        _check_follows(config, name, setting)
-
-
-def _check_follows(config: Config, name: str, setting: str) -> None:
-    """Refuses "auto:k" for an option whose quantity the loss does not tell."""
-    section = config.actor.diffusion_loss
-    if len(section.auto) > 1:
-        raise ValueError(f"{setting}: only one option can follow the mismatch; give a number")
-    if section.bounded_option(config.rollout.algo.log_prob_convention) != name:
-        raise ValueError(
-            f"{setting}: loss_mode={section.loss_mode} does not say what {name} bounds "
-            "(`DiffusionLoss.bound`): give a number"
+        setting = f"{DIFFUSION_KEY}.{name}={vars(section)[name]}"
+        bounds = section.bounded_option(config.rollout.algo.log_prob_convention)
+        refuse(
+            f"{setting}: ",
+            (
+                not config.algorithm.rollout_correction.bypass_mode,
+                f"with {KEY}.bypass_mode=false the ratio has no mismatch to follow: set "
+                "bypass_mode=true",
+            ),
+            (
+                config.data.replay_dir is not None,
+                "the mismatch of saved samples (data.replay_dir) grows with every update",
+            ),
+            (len(section.auto) > 1, "only one option can follow the mismatch"),
+            (
+                bounds != name,
+                f"loss_mode={section.loss_mode} does not say what {name} bounds "
+                "(`DiffusionLoss.bound`)",
+            ),
+            end=", or give a number",
         )
-    try:
-        section.loss(torch.ones(1, 1, dtype=torch.float64))
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{setting}: loss_mode={section.loss_mode} takes a number and no bound for each step, "
-            f"[B, T] ({error}): give a number"
-        ) from error
+        try:
+            section.loss(torch.ones(1, 1, dtype=torch.float64))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{setting}: loss_mode={section.loss_mode} takes a number and no bound for each "
+                f"step, [B, T] ({error}): give a number"
+            ) from error
 
 
-def _check_correction_of_text(config: Config) -> None:
+def _check_correction_of_text(correction: RolloutCorrectionConfig) -> None:
     """Refuses what only images have: a schedule, Gaussian steps, log-probs that are means."""
-    correction = config.algorithm.rollout_correction
     rules = correction.rules()
-    refused = (
+    level, scale = correction.bypass_level, correction.log_prob_scale
+    refuse(
+        f"{KEY}.",
+        (level != "step", f"bypass_level={level} has no effect: whole responses are corrected"),
         (
-            correction.bypass_level != "step",
-            f"bypass_level={correction.bypass_level} has no effect: whole responses are corrected; "
-            "drop it",
+            bool(correction.centered),
+            "centered=true compares the means of Gaussian steps, and tokens are none",
         ),
-        (
-            correction.centered,
-            "centered=true compares the means of Gaussian steps, and tokens are none: drop it",
-        ),
-        (
-            correction.log_prob_scale != "mean",
-            f"log_prob_scale={correction.log_prob_scale} has no effect: a token's log-prob is no "
-            "mean; drop it",
-        ),
+        (scale != "mean", f"log_prob_scale={scale} has no effect: a token's log-prob is no mean"),
         (
             rules.needs_means,
-            "rollout_rs=step_kl compares Gaussian steps, and tokens are none: take token_k3, the "
-            "estimate of the same KL from log-probs",
+            "rollout_rs=step_kl compares Gaussian steps, and tokens are none; token_k3 estimates "
+            "the same KL",
         ),
         (
             bool(rules.auto),
-            "rollout_rs_threshold=auto:k follows the mismatch of each denoising step, and that of "
-            "a token depends on its probability and not on its position: give a number",
+            "rollout_rs_threshold=auto:k follows the mismatch of a denoising step; give a number",
         ),
+        end=" (model.kind=causal_lm)",
     )
-    for holds, message in refused:
-        if holds:
-            raise ValueError(f"algorithm.rollout_correction.{message} (model.kind=causal_lm)")
 
 
 def _check_replayed(config: Config) -> None:
     """Where saved trajectories are trained on, nothing is sampled for training."""
-    for name in ("staleness", "workers", "quantization", "compile"):
-        value = getattr(config.rollout, name)
-        if value and config.data.replay_dir is not None:
-            raise ValueError(
-                f"rollout.{name}={value} has no effect with data.replay_dir: drop one of them"
-            )
-    interval = config.rollout.algo.sde_window_interval
-    if interval is not None and config.data.replay_dir is not None:
-        raise ValueError(
-            f"rollout.algo.sde_window_interval={interval} has no effect with data.replay_dir: "
-            "saved samples have their windows; drop one of them"
-        )
+    if config.data.replay_dir is None:
+        return
+    keys = ("staleness", "workers", "quantization", "compile", "algo.sde_window_interval")
+    values = {f"rollout.{key}": attrgetter(key)(config.rollout) for key in keys}
+    for key, value in values.items():
+        if value:
+            raise ValueError(f"{key}={value} has no effect with data.replay_dir: drop one of them")
 
 
 def _check_average(config: Config) -> None:
@@ -291,6 +327,5 @@ def _check_average(config: Config) -> None:
     if ema.enable and ema.update_interval > updates:
         raise ValueError(
             f"actor.ema.update_interval={ema.update_interval} exceeds the {updates} updates of "
-            "this run, so the average would stay where it starts: lower it, or set "
-            "actor.ema.enable=false"
+            "this run: lower it, or set actor.ema.enable=false"
         )

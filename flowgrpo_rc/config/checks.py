@@ -6,6 +6,7 @@ another machine, calls `check_plan`. So a dry run refuses what a run refuses.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +18,12 @@ import torch
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import check_engine, check_machine
 from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
-from flowgrpo_rc.config.check_inputs import Prompts, check_inputs, suites_of
-from flowgrpo_rc.config.check_networks import check_networks
+from flowgrpo_rc.config.check_inputs import Prompts, check_inputs, inputs_of, suites_of
 from flowgrpo_rc.config.check_settings import check_settings
-from flowgrpo_rc.config.device import device_of
-from flowgrpo_rc.config.input_files import inputs_of
+from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler, place_of
+from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import FlowModel, adapter_of
@@ -39,6 +39,8 @@ from flowgrpo_rc.rewards.manager import check_kind
 from flowgrpo_rc.rollout.check_model import check_model
 from flowgrpo_rc.rollout.quantization import check_layers
 from flowgrpo_rc.training.optim import check_optimizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,17 +95,16 @@ def check_run(
         check_engine(config)
     read = inputs_of(config, prompts) if trains else {}
     resumed = checkpoint_to_resume(config, read) if trains else None
-    if trains:
-        _check_replay(config, num_processes)
+    if trains and config.data.replay_dir is not None:
+        _check_replay(config, Path(config.data.replay_dir).expanduser(), num_processes)
     model = _check_model(config, prompts.suites)
     if isinstance(model, EditingModel):
         _check_images(config, model, prompts)
     if samples:
         check_machine(config, device)
-    _check_lengths(config, [*prompts.sampler.prompts, *prompts.held_out])
-    _check_lengths(config, prompts_of_suites(prompts.suites))
+    _check_lengths(config, prompts.suites, [*prompts.sampler.prompts, *prompts.held_out])
     if trains and model is not None:
-        check_networks(config, model, num_processes)
+        _check_networks(config, model, num_processes)
         check_output(config, num_trained(model))
     return RunInputs(
         sampler=prompts.sampler,
@@ -127,13 +128,8 @@ def check_suites(config: Config) -> list[Suite]:
     device_of(config)
     suites = suites_of(config)
     _check_model(config, suites)
-    _check_lengths(config, prompts_of_suites(suites))
+    _check_lengths(config, suites)
     return suites
-
-
-def prompts_of_suites(suites: Sequence[Suite]) -> list[Prompt]:
-    """Returns the prompts of all suites."""
-    return [prompt for suite in suites for prompt in suite.prompts]
 
 
 def check_plan(config: Config, num_processes: int) -> FlowModel | None:
@@ -146,7 +142,7 @@ def check_plan(config: Config, num_processes: int) -> FlowModel | None:
     check_engine(config)
     model = _check_model(config)
     if model is not None:
-        check_networks(config, model, num_processes)
+        _check_networks(config, model, num_processes)
     return model
 
 
@@ -172,9 +168,9 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     check_model(adapter, config.rollout)
     if suites and config.rollout.pipeline.condition_images:
         raise ValueError(
-            f"trainer.suites: the prompts of {suites[0].name} bring no images, and "
-            f"rollout.pipeline.condition_images={config.rollout.pipeline.condition_images}: "
-            "suites are for models that are given texts alone; drop one of them"
+            f"trainer.suites: the prompts of {suites[0].name} bring no images, but "
+            f"rollout.pipeline.condition_images={config.rollout.pipeline.condition_images}: drop "
+            "one of them"
         )
     for reward in (config.reward, *(suite.reward for suite in suites)):
         check_kind(reward, adapter.makes, "latent")
@@ -188,7 +184,9 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
             f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: "
             f"set rollout.pipeline.{adapter.cfg_key} above {adapter.unguided_scale:g}, or drop it"
         )
-    model = _architecture(config)
+    folder = Path(config.model.path).expanduser()
+    path = str(folder) if folder.exists() else config.model.path
+    model = build_architecture(replace(config.model, path=path))
     for key, spec in specs.items():
         model.check(spec, key)
     with META:
@@ -199,18 +197,13 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     return model
 
 
-def _architecture(config: Config) -> FlowModel:
-    folder = Path(config.model.path).expanduser()
-    path = str(folder) if folder.exists() else config.model.path
-    return build_architecture(replace(config.model, path=path))
-
-
-def _check_lengths(config: Config, prompts: Sequence[Prompt]) -> None:
+def _check_lengths(config: Config, suites: Sequence[Suite], prompts: Sequence[Prompt] = ()) -> None:
     """A language model takes whole prompts; its tokenizer says how long they are."""
-    if config.model.kind != "causal_lm" or not prompts:
-        return
-    texts = [prompt.text for prompt in prompts]
-    token_rows(load_tokenizer(config.model), texts, max_length=config.rollout.prompt_length)
+    texts = [
+        prompt.text for each in (prompts, *(suite.prompts for suite in suites)) for prompt in each
+    ]
+    if config.model.kind == "causal_lm" and texts:
+        token_rows(load_tokenizer(config.model), texts, max_length=config.rollout.prompt_length)
 
 
 def _check_images(config: Config, model: EditingModel, prompts: Prompts) -> None:
@@ -234,11 +227,46 @@ def _check_images(config: Config, model: EditingModel, prompts: Prompts) -> None
                     raise ValueError(f"{where}: {name_of(image)}: {error}") from error
 
 
-def _check_replay(config: Config, num_processes: int) -> None:
+def _check_replay(config: Config, folder: Path, num_processes: int) -> None:
     """Saved trajectories are complete, and sampled as the settings say."""
-    if config.data.replay_dir is None:
-        return
-    folder = Path(config.data.replay_dir).expanduser()
     text = config.model.kind == "causal_lm"
     spec = config.rollout.token_spec() if text else config.rollout.spec()
     check_headers(replay_files(folder, 0, num_processes), spec, {})
+
+
+def _check_networks(config: Config, model: FlowModel, num_processes: int) -> None:
+    """Checks that the trained steps fit a model whose transformers share the schedule.
+
+    Warns of a transformer whose steps are never trained: its LoRA stays without effect.
+
+    Raises:
+      ValueError: processes that share the frozen weights would run different transformers.
+    """
+    if len(model.networks) == 1:
+        return
+    networks = model.networks_of_steps(config.rollout.spec())
+    size, first, last = config.rollout.window()
+    algo = config.rollout.algo
+    same = algo.sde_window_interval is not None or algo.window_sharing == "batch"
+    same |= size == last - first
+    if config.actor.diffusion_loss.forward is not None:
+        # Noise levels are drawn from the whole schedule.
+        first, last, same = 0, config.rollout.pipeline.num_inference_steps, False
+    trained = networks[first:last]
+    ranges = f"steps {first} to {last - 1} of {len(networks)}"
+    for name in model.networks:
+        if name not in trained:
+            logger.warning(
+                "the LoRA of %s gets no gradient and stays without effect: the trained %s belong "
+                "to %s, and %d step(s) of the schedule to %s. Widen "
+                "rollout.algo.sde_window_range to train both",
+                *(name, ranges, " and ".join(set(trained)), networks.count(name), name),
+            )
+    sharded = num_processes > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2"
+    if sharded and len(set(trained)) > 1 and not same:
+        raise ValueError(
+            f"trainer.strategy=fsdp2 shares the frozen weights of {' and '.join(model.networks)}, "
+            f"and with rollout.algo.window_sharing={algo.window_sharing} processes would run "
+            f"different ones at the same time, which hangs: the trained {ranges} lie on both sides "
+            "of the boundary. Set rollout.algo.window_sharing=batch, or trainer.strategy=ddp"
+        )

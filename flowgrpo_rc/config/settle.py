@@ -1,4 +1,4 @@
-"""Settles what is left open until the machine and the rollout are known."""
+"""Settings that a run decides itself: those that are left open, and smaller ones for less memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from flowgrpo_rc.config.check_engine import engine_class
+from flowgrpo_rc.config.check_engine import chunk_size, engine_class
 from flowgrpo_rc.config.check_folder import config_of_run
-from flowgrpo_rc.config.device import device_of
+from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.records.rollout_files import keeps_means
@@ -75,3 +75,28 @@ def _has_means(config: Config) -> bool:
     if config.data.replay_dir is not None:
         return keeps_means(Path(config.data.replay_dir).expanduser())
     return engine_class(config).records_means
+
+
+def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
+    """Returns the settings with half of the micro-batch that a phase uses, and the change in words.
+
+    Both train the same up to rounding, so a run may go on with them.
+
+    Returns:
+      None if the phase has no micro-batch, or one of odd size.
+    """
+    if phase in ("update", "old_log_prob"):
+        size = config.actor.ppo_micro_batch_size_per_gpu
+        actor = replace(config.actor, ppo_micro_batch_size_per_gpu=size // 2)
+        smaller = replace(config, actor=actor)
+        key = "actor.ppo_micro_batch_size_per_gpu"
+    elif phase == "rollout":
+        size = chunk_size(config)
+        rollout = replace(config.rollout, micro_batch_size_per_gpu=size // 2)
+        smaller = replace(config, rollout=rollout)
+        key = "rollout.micro_batch_size_per_gpu"
+    else:
+        return None
+    trainer = replace(config.trainer, resume_mode="auto")  # this command's own run goes on
+    smaller = replace(smaller, trainer=trainer)
+    return None if size % 2 else (smaller, f"{key}={size // 2} in place of {size}")

@@ -14,8 +14,7 @@ from support.compositions import config_of
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.config.check_folder import checkpoint_to_resume
-from flowgrpo_rc.config.check_inputs import prompts_of
-from flowgrpo_rc.config.input_files import inputs_of
+from flowgrpo_rc.config.check_inputs import inputs_of, prompts_of
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.records.inputs import Input

@@ -1,4 +1,4 @@
-"""Checks how many processes a run has: the settings, the machine and the launcher together."""
+"""Checks which device a run takes, and how many processes and threads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import pytest
 import torch
 from support.compositions import config_of
 
-from flowgrpo_rc.config import processes
+from flowgrpo_rc.config import machine
 from flowgrpo_rc.config.check_settings import check_settings
-from flowgrpo_rc.config.processes import limit_threads, num_processes, processes_here, usable_cores
+from flowgrpo_rc.config.machine import (
+    device_of,
+    limit_threads,
+    num_processes,
+    processes_here,
+    usable_cores,
+)
 
 CPU = torch.device("cpu")
 
@@ -47,7 +53,7 @@ def sizes(mini: int, micro: int) -> list[str]:
 def test_auto_is_the_largest_number_that_shares_evenly(
     alone: None, monkeypatch: pytest.MonkeyPatch, mini: int, micro: int, most: int, expected: int
 ) -> None:
-    monkeypatch.setattr(processes, "usable_cores", lambda: most)
+    monkeypatch.setattr(machine, "usable_cores", lambda: most)
     config = config_of("trainer.num_processes=auto", *sizes(mini, micro))
     assert num_processes(config, CPU) == expected
     check_settings(config, expected)
@@ -72,7 +78,7 @@ def test_auto_leaves_workers_what_they_need(
     on_cpu: int,
     on_gpu: int,
 ) -> None:
-    monkeypatch.setattr(processes, "usable_cores", lambda: 8)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = config_of("trainer.num_processes=auto", *sizes(12, 12), *settings)
     assert num_processes(config, CPU) == on_cpu
@@ -147,8 +153,8 @@ def test_cores_are_those_that_this_process_may_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, threads: str, expected: int
 ) -> None:
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    monkeypatch.setattr(processes, "CPU_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(machine, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert usable_cores() == expected
 
@@ -172,7 +178,7 @@ def test_two_cores_get_one_thread_and_more_cores_keep_torch_s_number(
     cores: int,
     threads: int,
 ) -> None:
-    monkeypatch.setattr(processes, "usable_cores", lambda: cores)
+    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
     limit_threads()
     assert torch.get_num_threads() == threads
     assert ("OMP_NUM_THREADS sets another number" in capsys.readouterr().out) == (threads < 4)
@@ -182,7 +188,7 @@ def test_two_cores_get_one_thread_and_more_cores_keep_torch_s_number(
 def test_a_user_or_a_launcher_decides_about_threads(
     alone: None, four_threads: None, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.setattr(processes, "usable_cores", lambda: 2)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     monkeypatch.setenv(variable, "1")
     limit_threads()
     assert torch.get_num_threads() == 4
@@ -199,3 +205,31 @@ def test_gpus_that_are_not_used_are_told(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert num_processes(config_of("trainer.num_processes=1"), torch.device("cuda")) == 1
     assert ("8 GPUs are visible" in caplog.text) is warns
+
+
+def test_cuda_by_name_is_an_error_without_it(monkeypatch):
+    config = config_of("trainer.device=cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"trainer\.device=cuda: torch .* sees no GPU.*=auto"):
+        device_of(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_of(config) == torch.device("cuda")
+
+
+@pytest.mark.parametrize("visible", [None, "0", ""])
+def test_a_driver_that_torch_cannot_use_is_an_error(monkeypatch, tmp_path, visible):
+    """A run would go to the CPU without a word, on a machine with a GPU."""
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module 550.54.15")
+    monkeypatch.setattr(machine, "NVIDIA_DRIVER", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = config_of("trainer.device=auto")
+    if visible == "":  # whoever hides the GPUs wants the CPU
+        assert device_of(config) == torch.device("cpu")
+    else:
+        with pytest.raises(ValueError, match=r"has an NVIDIA driver; .*trainer\.device=cpu"):
+            device_of(config)
+    assert device_of(config_of("trainer.device=cpu")) == torch.device("cpu")
