@@ -175,7 +175,7 @@ def settings(base: Settings, config: Config, folder: Path) -> Settings:
         adam_beta1=optim.betas[0],
         adam_beta2=optim.betas[1],
         adam_weight_decay=optim.weight_decay,
-        adam_epsilon=optim.eps,
+        adam_epsilon=1e-8,
         max_grad_norm=optim.clip_grad,
         adv_clip_max=config.actor.diffusion_loss.adv_clip_max,
         clip_range=config.actor.diffusion_loss.clip_ratio,

@@ -276,6 +276,8 @@ GONE = {
     "rollout.reuse": 0,
     "rollout.algo.sde_window_stride": 1,
     "actor.optim.max_nonfinite_updates": 5,
+    "actor.optim.eps": 1e-8,
+    "rollout.val_kwargs.seed": 42,
 }
 
 

@@ -125,7 +125,6 @@ class EvaluationConfig:
     temperature: of held-out text; 0 takes the likeliest token.
     n: how many prompts of the file are used; null: all.
     batch_size: held-out samples made at once.
-    seed: of the held-out samples' noise.
     """
 
     num_inference_steps: int = 40
@@ -135,7 +134,6 @@ class EvaluationConfig:
     temperature: float = 0.0
     n: int | None = None
     batch_size: int = 16
-    seed: int = 42
 
 
 @dataclass(kw_only=True)

@@ -78,7 +78,6 @@ class OptimConfig:
     name: adamw, or adamw_8bit, whose moments take a byte each (torchao's, arXiv 2110.02861).
     lr: learning rate.
     betas: decay of the two moments.
-    eps: AdamW's, against division by zero.
     weight_decay: AdamW's, decoupled.
     clip_grad: largest norm of the gradient.
     lr_scheduler: how the learning rate changes until the end of the run.
@@ -88,7 +87,6 @@ class OptimConfig:
     name: str = "adamw"
     lr: float = 3e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
     weight_decay: float = 1e-4
     clip_grad: float = 1.0
     lr_scheduler: str = "constant"
@@ -102,7 +100,7 @@ class OptimConfig:
             raise ValueError(
                 f"actor.optim.name=adamw_8bit needs torchao: {install_hint('quantization')}"
             )
-        for name in ("lr", "eps", "clip_grad"):
+        for name in ("lr", "clip_grad"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"actor.optim.{name}={getattr(self, name)}: give a number above 0")
         if self.weight_decay < 0 or self.lr_warmup_steps < 0:

@@ -35,7 +35,6 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> O
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.betas[0], config.betas[1]),
-        "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
     if config.name == "adamw":

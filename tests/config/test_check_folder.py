@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from support.compositions import config_of
 from flowgrpo_rc import assets
 from flowgrpo_rc.config.check_folder import checkpoint_to_resume
 from flowgrpo_rc.config.check_inputs import inputs_of, prompts_of
-from flowgrpo_rc.config.tree import Config, stored_config
+from flowgrpo_rc.config.tree import GONE, Config, stored_config
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -70,8 +72,9 @@ def test_a_run_of_an_older_version_goes_on(own: list[str], root: Path) -> None:
     tree = dataclasses.asdict(config)
     tree["model"]["path"] = f"{root}/tiny_glyph_sd3"
     tree["data"]["val_files"] = f"{root}/prompts/glyph_val.txt"
-    tree["rollout"]["reuse"] = 0
-    tree["actor"]["optim"]["max_nonfinite_updates"] = 5
+    for key, value in GONE.items():
+        *sections, name = key.split(".")
+        reduce(getitem, sections, tree)[name] = value
     folder.config.write_text(yaml.safe_dump(tree))
     assert goes_on(config)
     assert stored_config(folder.config) == config

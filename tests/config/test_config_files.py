@@ -123,6 +123,12 @@ def test_the_command_line_overrides_a_translated_file(tmp_path: Path) -> None:
     assert "vlm_ocr" not in chosen.config.reward.terms
 
 
+def test_this_project_s_own_word_replaces_a_translated_one(tmp_path: Path) -> None:
+    found = composed(tmp_path, "data: {seed: 42}\ntrainer: {seed: 7}\n")
+    assert found.config.trainer.seed == 7
+    assert found.rows[0].here == "replaced by trainer.seed=7"
+
+
 def test_a_file_in_other_words_may_be_built_on(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "base.yaml").write_text(
