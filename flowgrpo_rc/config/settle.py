@@ -1,4 +1,4 @@
-"""Settings that a run decides itself: those that are left open, and smaller ones for less memory."""
+"""Settings that a run decides itself: what is left open, and smaller sizes for less memory."""
 
 from __future__ import annotations
 
