@@ -59,7 +59,6 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     needs_means = config.data.replay_dir is None and config.keep_means()
     aligned = config.actor.replay == "aligned"
     refuse(
-        "",
         (
             engine.kind != kind,
             f"{name} samples from models of model.kind={engine.kind}, not model.kind={kind}",

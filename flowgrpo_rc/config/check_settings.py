@@ -65,7 +65,7 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     _check_average(config)
 
 
-def refuse(about: str, *cases: tuple[bool, str], end: str = "") -> None:
+def refuse(*cases: tuple[bool, str], about: str = "", end: str = "") -> None:
     """Raises ValueError with the first reason that holds, of (holds, reason)."""
     for holds, reason in cases:
         if holds:
@@ -99,9 +99,9 @@ def _check_trained_on(config: Config) -> None:
         )
     replay_dir = config.data.replay_dir
     refuse(
-        f"{named} trains on finished samples, and not on recorded steps: drop it, or ",
         (replay_dir is not None, f"data.replay_dir={replay_dir}"),
         (config.trainer.save_rollouts, "trainer.save_rollouts=true"),
+        about=f"{named} trains on finished samples, and not on recorded steps: drop it, or ",
     )
 
 
@@ -140,8 +140,7 @@ def _check_sizes(config: Config, num_processes: int) -> None:
     mini = config.actor.ppo_mini_batch_size
     if prompts < 1 or prompts % mini:
         raise ValueError(
-            f"data.train_batch_size={prompts} prompts are no whole number of mini-batches of "
-            f"actor.ppo_mini_batch_size={mini} prompts"
+            f"data.train_batch_size={prompts} is no multiple of actor.ppo_mini_batch_size={mini}"
         )
     if mini % num_processes:
         raise ValueError(
@@ -160,11 +159,12 @@ def _check_sizes(config: Config, num_processes: int) -> None:
         )
     steps = config.actor.steps_per_forward
     if config.model.kind == "diffusion" and (steps or 1) > config.trained_steps():
-        trained = f"a window has {config.trained_steps()} SDE steps (rollout.algo.sde_window_size)"
-        if config.actor.diffusion_loss.forward is not None:
-            trained = f"a sample has {config.trained_steps()} noise levels ({DIFFUSION_KEY}.times)"
+        of = "SDE steps (rollout.algo.sde_window_size)"
+        if config.knows_no_log_probs():
+            of = f"noise levels ({DIFFUSION_KEY}.times)"
         raise ValueError(
-            f"actor.steps_per_forward={steps}: {trained}; give at most that, or null for all"
+            f"actor.steps_per_forward={steps}: a sample is trained on {config.trained_steps()} "
+            f"{of}; give at most that, or null for all"
         )
     chunk = config.rollout.micro_batch_size_per_gpu
     if chunk is not None and chunk < 1:
@@ -177,7 +177,6 @@ def _check_alignment(config: Config) -> None:
     micro = actor.ppo_micro_batch_size_per_gpu
     sizes = f"rollout.micro_batch_size_per_gpu={chunk}, actor.ppo_micro_batch_size_per_gpu={micro}"
     refuse(
-        "actor.replay=aligned",
         (config.model.kind == "causal_lm", " is for images: drop it (model.kind=causal_lm)"),
         (
             config.data.replay_dir is not None,
@@ -186,13 +185,15 @@ def _check_alignment(config: Config) -> None:
         ),
         (
             actor.steps_per_forward != 1,
-            f" needs actor.steps_per_forward=1, as in the rollout, not {actor.steps_per_forward}",
+            f": the rollout evaluates a step at a time, actor.steps_per_forward="
+            f"{actor.steps_per_forward} does not; set it to 1",
         ),
         (
             config.trained_n() is not None,
             f": actor.train_n={actor.train_n} leaves samples of the rollout out; set it to null",
         ),
         (chunk not in (None, micro), f": {sizes}: make them equal, or the former null"),
+        about="actor.replay=aligned",
     )
 
 
@@ -229,17 +230,17 @@ def _check_correction(config: Config) -> None:
     images, text = actor.diffusion_loss.loss_mode, actor.token_loss.loss_mode
     if correction.loss_type == "reinforce":
         refuse(
-            f"{KEY}.loss_type=reinforce has no clip: drop it, or ",
             (text != TokenLossConfig.loss_mode, f"actor.token_loss.loss_mode={text}"),
             (images != DiffusionLossConfig.loss_mode, f"{DIFFUSION_KEY}.loss_mode={images}"),
+            about=f"{KEY}.loss_type=reinforce has no clip: drop it, or ",
         )
     _check_auto_bound(config)
     if config.rollout.algo.log_prob_convention == "peers":
         adds_kl = actor.diffusion_loss.loss().needs_density
         refuse(
-            "rollout.algo.log_prob_convention=peers is no density: set it to gaussian, or drop ",
             (adds_kl, f"{DIFFUSION_KEY}.loss_mode={images}, which adds a KL to the log-ratio"),
             (correction.log_prob_scale == "sum", f"{KEY}.log_prob_scale=sum"),
+            about="rollout.algo.log_prob_convention=peers is no density: set gaussian, or drop ",
         )
     if actor.use_kl_loss and correction.bypass_mode and correction.rollout_is_batch_normalize:
         raise ValueError(
@@ -258,7 +259,6 @@ def _check_auto_bound(config: Config) -> None:
         setting = f"{DIFFUSION_KEY}.{name}={vars(section)[name]}"
         bounds = section.bounded_option(config.rollout.algo.log_prob_convention)
         refuse(
-            f"{setting}: ",
             (
                 not config.algorithm.rollout_correction.bypass_mode,
                 f"with {KEY}.bypass_mode=false the ratio has no mismatch to follow: set "
@@ -274,6 +274,7 @@ def _check_auto_bound(config: Config) -> None:
                 f"loss_mode={section.loss_mode} does not say what {name} bounds "
                 "(`DiffusionLoss.bound`)",
             ),
+            about=f"{setting}: ",
             end=", or give a number",
         )
         try:
@@ -290,7 +291,6 @@ def _check_correction_of_text(correction: RolloutCorrectionConfig) -> None:
     rules = correction.rules()
     level, scale = correction.bypass_level, correction.log_prob_scale
     refuse(
-        f"{KEY}.",
         (level != "step", f"bypass_level={level} has no effect: whole responses are corrected"),
         (
             bool(correction.centered),
@@ -306,6 +306,7 @@ def _check_correction_of_text(correction: RolloutCorrectionConfig) -> None:
             bool(rules.auto),
             "rollout_rs_threshold=auto:k follows the mismatch of a denoising step; give a number",
         ),
+        about=f"{KEY}.",
         end=" (model.kind=causal_lm)",
     )
 

@@ -40,7 +40,7 @@ class ConfigFile:
       is_block: whether it builds on what it does not name. Its rollout correction is then a whole
         one, in which the documents' defaults hold, not those of that file.
       is_whole: whether it is a whole configuration of verl-omni.
-      is_changed: whether the file on the disk says it in another way.
+      is_changed: whether Hydra takes it from here, and not from the disk.
     """
 
     name: str
@@ -119,9 +119,8 @@ class ConfigFiles:
         if self.homes[name] == self._own:
             return self._with_parents(name, tree, defaults or [_SELF])
         given = values_of(tree)
-        on_disk = tree
         try:
-            tree, rows = translate_tree(on_disk, {**given, **self._beside})
+            tree, rows = translate_tree(tree, {**given, **self._beside})
             check_keys(values_of(tree))
             _join_corrections(tree)
         except ValueError as error:
@@ -142,7 +141,7 @@ class ConfigFiles:
             rows=rows,
             is_block=is_block,
             is_whole=whole,
-            is_changed=is_block or tree != on_disk or file.is_changed,
+            is_changed=True,
         )
 
     def _with_parents(self, name: str, tree: Mapping[str, Any], defaults: list[Any]) -> ConfigFile:

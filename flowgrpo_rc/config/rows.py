@@ -87,24 +87,16 @@ def summary(rows: Sequence[Row]) -> str:
     """
     bare = [row for row in rows if row.here == row.given.lstrip("+").removeprefix(PREFIX)]
     needless = [row for row in rows if row.kind == NONE and not row.here.startswith(REPLACED)]
-    shown = [
-        (row.kind, _short(row.given), row.here)
-        for row in rows
-        if row not in bare and row not in needless
-    ]
-    parts = [_columns(shown)]
+    shown = [row for row in rows if row not in bare and row not in needless]
+    parts = [_columns([(row.kind, _short(row.given), row.here) for row in shown])]
     if bare:
         parts.append(f"{TRANSLATED:{_KIND_WIDTH}}  {len(bare)} that only lose {PREFIX}")
     if needless:
         keys = ", ".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in needless))
-        parts.append(
-            textwrap.fill(
-                f"{NONE}  not needed, or said elsewhere (--cfg job tells why): {keys}",
-                100,
-                subsequent_indent=" " * (_KIND_WIDTH + 2),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        text = f"{NONE}  not needed, or said elsewhere (--cfg job tells why): {keys}"
+        indent = " " * (_KIND_WIDTH + 2)
+        parts += textwrap.wrap(
+            text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
     return "\n".join(part for part in parts if part)
 

@@ -248,6 +248,7 @@ _CONDITIONS: Mapping[str, Callable[[Any, Given], bool]] = {
     "listed": lambda value, given: value is None or isinstance(value, list),
     "other_template": _has_own_template,
     "other_tokenizer": _has_own_tokenizer,
+    "verl_omni": lambda value, given: any(key.startswith(PREFIX) for key in given),
 }
 
 

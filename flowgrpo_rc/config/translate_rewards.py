@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flowgrpo_rc.config.setting import AS_GIVEN, PREFIX, REPLACED, Given, Outcome, Setting, foreign
+from flowgrpo_rc.config.setting import AS_GIVEN, REPLACED, Given, Outcome, Setting, foreign
 
 TERMS = "reward.terms"
 _FUNCTION = "reward.custom_reward_function.path"
@@ -144,18 +144,10 @@ def _model_path(setting: Setting, given: Given) -> Outcome:
     return Outcome({f"{TERMS}.{name}.model": AS_GIVEN for name in terms})
 
 
-def _workers(setting: Setting, given: Given) -> Outcome:
-    """verl-omni counts processes under this name; here it is rewards scored at the same time."""
-    if any(key.startswith(PREFIX) for key in given):
-        return Outcome(why="reward processes; here a reward is one thread")
-    return Outcome({setting.key: AS_GIVEN})
-
-
 # What `rule` names in the table.
 REWARD_RULES = {
     "function": _function,
     "functions": _functions,
     "enable": _enable,
     "model_path": _model_path,
-    "workers": _workers,
 }

@@ -15,6 +15,7 @@ from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.settle import settled
+from flowgrpo_rc.config.translate import values_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
 from flowgrpo_rc.models.architecture import find_architecture
@@ -59,73 +60,46 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
     check_kind(config.reward, adapter.makes)
 
 
-def test_the_models_and_variants_that_users_look_for() -> None:
-    assert NAMES == [
-        "flux1_dev_hpsv2_dancegrpo_8xh100",
-        "flux1_dev_ocr_8xh100",
-        "flux1_dev_ocr_fast_8xh100",
-        "flux1_dev_pickscore_8xh100",
-        "flux1_dev_preferences_mixgrpo_8xh100",
-        "flux1_dev_preferences_mixgrpo_flash_8xh100",
-        "flux2_klein_4b_edit_ocr_1xh100",
-        "qwen_image_edit_ocr_4xh200",
-        "qwen_image_ocr_4xh200",
-        "qwen_image_ocr_rollout_corr_4xh800",
-        "qwen_image_pickscore_4xh200",
-        "sana_600m_ocr_1xh100",
-        "sd35_medium_ocr_1xh100",
-        "sd35_medium_ocr_8xh100",
-        "sd35_medium_ocr_dancegrpo_8xh100",
-        "sd35_medium_ocr_fast_8xh100",
-        "sd35_medium_ocr_mixgrpo_8xh100",
-        "sd35_medium_ocr_nft_8xh100",
-        "sd35_medium_pickscore_1xh100",
-        "sd35_medium_pickscore_8xh100",
-        "sd35_medium_signs_1xh100",
-        "wan21_t2v_1_3b_ocr_8xh100",
-        "wan22_t2v_a14b_ocr_8xh200",
-        "z_image_ocr_8xh100",
-        "z_image_turbo_ocr_8xh100",
-    ]
-
-
 def test_the_reference_recipe() -> None:
+    expected = {
+        "rollout.pipeline.height": 512,
+        "rollout.pipeline.width": 512,
+        "rollout.pipeline.num_inference_steps": 10,
+        "rollout.pipeline.guidance_scale": 4.5,
+        "rollout.pipeline.max_sequence_length": 128,
+        "rollout.val_kwargs.num_inference_steps": 40,
+        "rollout.val_kwargs.guidance_scale": 4.5,
+        "rollout.algo.sde_type": "sde",
+        "rollout.algo.noise_level": 0.7,
+        "rollout.n": 24,
+        "data.train_batch_size": 48,
+        "actor.diffusion_loss.clip_ratio": 1e-4,
+        "actor.diffusion_loss.adv_clip_max": 5.0,
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_coef": 0.04,
+        "actor.optim.lr": 3e-4,
+        "actor.optim.betas": [0.9, 0.999],
+        "actor.optim.weight_decay": 1e-4,
+        "actor.optim.clip_grad": 1.0,
+        "actor.ema.enable": True,
+        "actor.ema.decay": 0.9,
+        "actor.ema.update_interval": 8,
+        "model.lora_rank": 32,
+        "model.lora_alpha": 64,
+        "model.lora_init": "gaussian",
+        "model.target_modules": None,
+        "reward.terms": {"ocr": {"weight": 1.0}},
+        # Its old log-probs are the rollout's, uncorrected.
+        "algorithm.rollout_correction.bypass_mode": True,
+        "algorithm.rollout_correction.rollout_is": None,
+        "algorithm.rollout_correction.rollout_rs": None,
+    }
+    tree = composed("+experiment=sd35_medium_ocr_8xh100")
+    assert {key: OmegaConf.select(tree, key) for key in expected} == expected
     config = experiment("sd35_medium_ocr_8xh100")
-    pipeline = config.rollout.pipeline
-    algo = config.rollout.algo
-    actor = config.actor
-    optim = config.actor.optim
-    assert (pipeline.height, pipeline.width, pipeline.num_inference_steps) == (512, 512, 10)
-    assert (pipeline.guidance_scale, pipeline.max_sequence_length) == (4.5, 128)
-    assert (
-        config.rollout.val_kwargs.num_inference_steps,
-        config.rollout.val_kwargs.guidance_scale,
-    ) == (40, 4.5)
-    assert (algo.sde_type, algo.noise_level) == ("sde", 0.7)
     assert config.rollout.window() == (9, 0, 9)  # the last step is not trained
-    assert (config.rollout.n, config.data.train_batch_size) == (24, 48)
     assert config.total_updates() == 2 * config.trainer.total_training_steps
-    assert (actor.diffusion_loss.clip_ratio, actor.diffusion_loss.adv_clip_max) == (1e-4, 5.0)
-    assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.04)
     assert (config.algorithm.norm_by_std, config.algorithm.norm_by_global_std) == (True, True)
-    assert (optim.lr, optim.betas, optim.weight_decay, optim.clip_grad) == (
-        3e-4,
-        [0.9, 0.999],
-        1e-4,
-        1.0,
-    )
-    model = config.model
-    assert (model.lora_rank, model.lora_alpha, model.lora_init, model.target_modules) == (
-        32,
-        64,
-        "gaussian",
-        None,
-    )
-    assert (actor.ema.enable, actor.ema.decay, actor.ema.update_interval) == (True, 0.9, 8)
-    assert config.reward.terms == {"ocr": {"weight": 1.0}}
-    correction = config.algorithm.rollout_correction
-    assert correction.bypass_mode  # its old log-probs are the rollout's, uncorrected
-    assert (correction.rollout_is, correction.rollout_rs) == (None, None)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -185,18 +159,7 @@ def changes(name: str, base: str) -> dict[str, object]:
     """Returns what differs between two experiments."""
 
     def flat(name: str) -> dict[str, object]:
-        tree = OmegaConf.to_container(composed(f"+experiment={name}"), resolve=True)
-        found: dict[str, object] = {}
-
-        def walk(node: object, prefix: str) -> None:
-            if isinstance(node, dict) and node:
-                for key, value in node.items():
-                    walk(value, f"{prefix}.{key}".lstrip("."))
-            else:
-                found[prefix] = node
-
-        walk(tree, "")
-        return found
+        return values_of(OmegaConf.to_container(composed(f"+experiment={name}"), resolve=True))
 
     there = flat(base)
     here = flat(name)

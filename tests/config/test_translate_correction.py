@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flowgrpo_rc import RolloutCorrectionConfig
 from flowgrpo_rc.cli import main
@@ -140,69 +141,15 @@ def test_a_wrong_slime_configuration_file(text: str, tmp_path: Path) -> None:
         rollout_correction([{"custom_config_path": str(path)}])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "lines", "settings"),
-    [
-        (
-            [
-                f"{SECTION}.bypass_old_logprob_for_rollout=true",
-                f"{SECTION}.use_pure_rollout_correction=true",
-            ],
-            [
-                "bypass_old_logprob_for_rollout -> bypass_mode=True",
-                "use_pure_rollout_correction -> loss_type=reinforce",
-            ],
-            ["bypass_mode: true", "loss_type: reinforce"],
-        ),
-        (
-            [
-                f"{SECTION}.use_tis=true",
-                f"{SECTION}.tis_upper_bound=3.0",
-                f"{SECTION}.rs_level=token",
-            ],
-            [
-                "use_tis -> rollout_is=token",
-                "tis_upper_bound -> rollout_is_threshold=3.0",
-                "rs_level=token is not used: use_rs is not on",
-            ],
-            ["rollout_is: token", "rollout_is_threshold: 3.0"],
-        ),
-        (
-            [f"{SECTION}=geo_rs"],
-            ["preset=geo_rs -> centered=False, rollout_rs=seq_mean_k1"],
-            [
-                "rollout_rs: seq_mean_k1",
-                "rollout_rs_threshold: 0.999_1.001",
-                "rollout_token_veto_threshold: 0.0001",
-            ],
-        ),
-        (
-            [f"actor_rollout_ref.{OTHER}.bypass_mode=false"],
-            [f"actor_rollout_ref.{OTHER}.bypass_mode=false -> {OTHER}.bypass_mode=false"],
-            ["bypass_mode: false"],
-        ),
-    ],
-)
-def test_a_translation_is_printed(
-    overrides: list[str], lines: list[str], settings: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    assert main(["train", "--cfg", "job", *overrides]) == 0
-    printed = capsys.readouterr()
-    translated = [
-        " ".join(line.split())
-        for line in printed.err.splitlines()
-        if line.startswith("translated ")
+def test_a_translation_is_told() -> None:
+    flags = {"use_tis": True, "tis_upper_bound": 3.0, "rs_level": "token"}
+    assert rollout_correction([flags])[1] == [
+        "use_tis -> rollout_is=token",
+        "tis_upper_bound -> rollout_is_threshold=3.0",
+        "rs_level=token is not used: use_rs is not on",
     ]
-    assert len(translated) >= len(lines)
-    for line in lines:
-        assert any(
-            found.startswith(f"translated {line.replace(' -> ', ' ')}") for found in translated
-        ), line
-    out = [line.strip() for line in printed.out.splitlines()]
-    for setting in settings:
-        assert setting in out
-    assert "use_tis" not in printed.out
-    assert "preset" not in printed.out
+    (preset,) = rollout_correction([{"preset": "geo_rs"}])[1]
+    assert preset.startswith("preset=geo_rs -> centered=False, rollout_rs=seq_mean_k1, ")
 
 
 @pytest.mark.parametrize(
@@ -315,120 +262,71 @@ def test_an_unquoted_pair_that_reads_as_a_number_is_refused() -> None:
         compose_config([f"{SECTION}.rollout_is_threshold=1_5"])
 
 
-CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
-    # The settings of one layer, and the two keys that the message names.
-    ({"bypass_mode": False, "use_rollout_logprobs": True}, "bypass_mode", "use_rollout_logprobs"),
-    (
-        {"bypass_mode": False, "bypass_old_logprob_for_rollout": True},
-        "bypass_mode",
-        "bypass_old_logprob_for_rollout",
-    ),
-    (
-        {"bypass_old_logprob_for_rollout": False, "use_rollout_logprobs": True},
-        "bypass_old_logprob_for_rollout",
-        "use_rollout_logprobs",
-    ),
-    (
-        {"bypass_mode": True, "loss_type": "ppo_clip", "use_pure_rollout_correction": True},
-        "loss_type",
-        "use_pure_rollout_correction",
-    ),
-    (
-        {"bypass_mode": True, "use_policy_gradient": True, "use_pure_rollout_correction": False},
-        "use_policy_gradient",
-        "use_pure_rollout_correction",
-    ),
-    ({"use_tis": True, "use_rollout_correction": False}, "use_tis", "use_rollout_correction"),
-    ({"use_tis": False, "rollout_is": "token"}, "use_tis", "rollout_is"),
-    ({"use_tis": True, "tis_level": "token", "rollout_is": "sequence"}, "tis_level", "rollout_is"),
-    *(
-        ({"use_tis": True, f"tis_{name}": one, f"mis_{name}": other}, f"tis_{name}", f"mis_{name}")
-        for name, one, other in [
-            ("level", "token", "sequence"),
-            ("mode", "truncate", "mask"),
-            ("lower_bound", 0.4, 0.5),
-            ("upper_bound", 2.0, 3.0),
-            ("batch_normalize", True, False),
-        ]
-    ),
-    (
-        {"use_tis": True, "tis_upper_bound": 3.0, "rollout_is_threshold": 2.0},
-        "tis_upper_bound",
-        "rollout_is_threshold",
-    ),
-    (
-        {"rs_veto_threshold": 1e-4, "mis_veto_threshold": 1e-5},
-        "rs_veto_threshold",
-        "mis_veto_threshold",
-    ),
-    (
-        {"rs_veto_threshold": 1e-4, "rollout_token_veto_threshold": 1e-5},
-        "rs_veto_threshold",
-        "rollout_token_veto_threshold",
-    ),
-    (
-        {"use_rs": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 2.0},
-        "use_rs",
-        "rollout_rs",
-    ),
-    (
-        {
-            "use_rs": True,
-            "rs_upper_bound": 3.0,
-            "rollout_rs": "token_k1",
-            "rollout_rs_threshold": 2.0,
-        },
-        "rs_upper_bound",
-        "rollout_rs_threshold",
-    ),
-    (
-        {
-            "custom_tis_function_path": "support.builders.drop_odd",
-            "custom_correction": "support.builders:only_a_mask",
-        },
-        "custom_tis_function_path",
-        "custom_correction",
-    ),
-    ({"preset": "pg_is", "bypass_mode": False}, "preset=pg_is", "bypass_mode"),
-    ({"preset": "pg_is", "use_rollout_logprobs": False}, "preset=pg_is", "bypass_mode"),
-    ({"preset": "token_is", "bypass_mode": True}, "preset=token_is", "bypass_mode"),
-    (
-        {"preset": "ppo_is_bypass", "use_pure_rollout_correction": True},
-        "preset=ppo_is_bypass",
-        "loss_type",
-    ),
-    (
-        {"preset": "seq_mis", "rollout_rs_threshold": "0.5_2.0"},
-        "rollout_rs_threshold",
-        "rollout_rs_threshold_lower",
-    ),
+# The settings of one layer; the message names the last two keys.
+CONTRADICTIONS = [
+    "bypass_mode=false use_rollout_logprobs=true",
+    "bypass_mode=false bypass_old_logprob_for_rollout=true",
+    "bypass_old_logprob_for_rollout=false use_rollout_logprobs=true",
+    "bypass_mode=true loss_type=ppo_clip use_pure_rollout_correction=true",
+    "bypass_mode=true use_policy_gradient=true use_pure_rollout_correction=false",
+    "use_tis=true use_rollout_correction=false",
+    "use_tis=false rollout_is=token",
+    "use_tis=true tis_level=token rollout_is=sequence",
+    "use_tis=true tis_level=token mis_level=sequence",
+    "use_tis=true tis_mode=truncate mis_mode=mask",
+    "use_tis=true tis_lower_bound=0.4 mis_lower_bound=0.5",
+    "use_tis=true tis_upper_bound=2.0 mis_upper_bound=3.0",
+    "use_tis=true tis_batch_normalize=true mis_batch_normalize=false",
+    "use_tis=true tis_upper_bound=3.0 rollout_is_threshold=2.0",
+    "rs_veto_threshold=0.1 mis_veto_threshold=0.2",
+    "rs_veto_threshold=0.1 rollout_token_veto_threshold=0.2",
+    "rollout_rs_threshold=2.0 use_rs=true rollout_rs=token_k2",
+    "use_rs=true rollout_rs=token_k1 rs_upper_bound=3.0 rollout_rs_threshold=2.0",
+    "custom_tis_function_path=support.builders.drop_odd custom_correction=support.builders:none",
+    "preset=pg_is bypass_mode=false",
+    "preset=token_is bypass_mode=true",
+    "preset=seq_mis rollout_rs_threshold='0.5_2.0'",
 ]
 
 
-@pytest.mark.parametrize(("settings", "one", "other"), CONTRADICTIONS)
-def test_a_contradiction_names_both_keys(settings: dict[str, Any], one: str, other: str) -> None:
+def layer_of(settings: str) -> dict[str, Any]:
+    return {
+        key: yaml.safe_load(text) for key, _, text in (w.partition("=") for w in settings.split())
+    }
+
+
+@pytest.mark.parametrize("settings", CONTRADICTIONS)
+def test_a_contradiction_names_both_keys(settings: str) -> None:
+    layer = layer_of(settings)
     with pytest.raises(ValueError, match=SECTION) as error:
-        rollout_correction([settings])
-    for key in (one, other):
+        rollout_correction([layer])
+    for key in list(layer)[-2:]:
         assert f"{SECTION}.{key}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("preset=pg_is use_rollout_logprobs=false", "bypass_mode"),
+        ("preset=ppo_is_bypass use_pure_rollout_correction=true", "loss_type"),
+    ],
+)
+def test_a_translated_key_may_not_contradict_a_preset(settings: str, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"preset=\w+ has {key}="):
+        rollout_correction([layer_of(settings)])
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"bypass_mode": True, "bypass_old_logprob_for_rollout": True, "use_rollout_logprobs": True},
-        {"use_tis": True, "use_rollout_correction": True, "rollout_is": "token"},
-        {"use_tis": True, "tis_level": "sequence", "mis_level": "sequence"},
-        {
-            "preset": "pg_is",
-            "bypass_mode": True,
-            "loss_type": "reinforce",
-            "rollout_is_threshold": 3.0,
-        },
+        "bypass_mode=true bypass_old_logprob_for_rollout=true use_rollout_logprobs=true",
+        "use_tis=true use_rollout_correction=true rollout_is=token",
+        "use_tis=true tis_level=sequence mis_level=sequence",
+        "preset=pg_is bypass_mode=true loss_type=reinforce rollout_is_threshold=3.0",
     ],
 )
-def test_saying_the_same_twice_is_no_contradiction(settings: dict[str, Any]) -> None:
-    rollout_correction([settings])
+def test_saying_the_same_twice_is_no_contradiction(settings: str) -> None:
+    rollout_correction([layer_of(settings)])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from support.builders import diffusion_batch, log_probs, loss_config, token_batch
 
 import flowgrpo_rc
@@ -145,120 +146,94 @@ def test_the_names_in_the_column_here_exist(row: Row) -> None:
 
 # --- Keys, flags and values are translated
 
-TIS = {"use_tis": True}
-RS = {"use_rs": True}
-TOKEN = {"rollout_is": "token"}
-# Settings as a document writes them, and what differs from the defaults here.
-TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"bypass_mode": True}, {"bypass_mode": True}),
-    ({"bypass_old_logprob_for_rollout": True}, {"bypass_mode": True}),
+BYPASS, REINFORCE = "bypass_mode=true", "loss_type=reinforce"
+TOKEN, BAND = "rollout_is=token", "rollout_rs_threshold=2.0"
+# Settings as a document writes them, and what differs from the defaults here; None: the same.
+TRANSLATED: list[tuple[str, str | None]] = [
+    (BYPASS, None),
+    ("bypass_old_logprob_for_rollout=true", BYPASS),
+    (f"{BYPASS} {REINFORCE}", None),
+    (f"{BYPASS} loss_type=ppo_clip", BYPASS),
     (
-        {"bypass_mode": True, "loss_type": "reinforce"},
-        {"bypass_mode": True, "loss_type": "reinforce"},
+        "bypass_old_logprob_for_rollout=true use_pure_rollout_correction=true",
+        f"{BYPASS} {REINFORCE}",
     ),
-    ({"bypass_mode": True, "loss_type": "ppo_clip"}, {"bypass_mode": True}),
+    ("bypass_old_logprob_for_rollout=false use_pure_rollout_correction=false", ""),
+    (f"{BYPASS} use_policy_gradient=true", f"{BYPASS} {REINFORCE}"),
+    ("rollout_is=null rollout_rs=null", ""),
+    (f"{TOKEN} rollout_is_threshold=3.0", None),
+    ("rollout_is=sequence", None),
+    (f"{TOKEN} rollout_is_batch_normalize=true", None),
+    (f"{TOKEN} rollout_is_threshold=0.5_5.0", None),
+    *((f"rollout_rs={n} {BAND} rollout_rs_threshold_lower=0.4", None) for n in OLDER_NAMES),
+    *((f"rollout_rs={name} {BAND}", None) for name in CRITERIA),
+    ("rollout_token_veto_threshold=1.0e-4", None),
+    ("use_tis=true", TOKEN),
+    ("use_rollout_correction=true", TOKEN),
+    ("use_tis=false", ""),
+    ("use_rollout_logprobs=true", BYPASS),
+    ("use_rollout_logprobs=false use_rollout_correction=false", ""),
+    ("use_rollout_logprobs=true use_rollout_correction=true", f"{TOKEN} {BYPASS}"),
+    ("get_mismatch_metrics=true", ""),
     (
-        {"bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": True},
-        {"bypass_mode": True, "loss_type": "reinforce"},
+        "custom_tis_function_path=support.builders.drop_odd",
+        "custom_correction=support.builders:drop_odd",
     ),
-    ({"bypass_old_logprob_for_rollout": False, "use_pure_rollout_correction": False}, {}),
-    (
-        {"bypass_mode": True, "use_policy_gradient": True},
-        {"bypass_mode": True, "loss_type": "reinforce"},
-    ),
-    ({"rollout_is": None, "rollout_rs": None}, {}),
-    ({"rollout_is": "token", "rollout_is_threshold": 3.0}, TOKEN | {"rollout_is_threshold": 3.0}),
-    ({"rollout_is": "sequence"}, {"rollout_is": "sequence"}),
-    (
-        {"rollout_is": "token", "rollout_is_batch_normalize": True},
-        TOKEN | {"rollout_is_batch_normalize": True},
-    ),
-    (
-        {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-        TOKEN | {"rollout_is_threshold": "0.5_5.0"},
+    *(
+        (f"use_tis=true {prefix}_{there}", here)
+        for prefix in ("tis", "mis")
+        for there, here in (
+            ("level=token", TOKEN),
+            ("level=sequence", "rollout_is=sequence"),
+            ("level=geometric", "rollout_is=geometric"),
+            ("mode=truncate", f"{TOKEN} rollout_is_mode=truncate"),
+            ("upper_bound=3.0", f"{TOKEN} rollout_is_threshold=3.0"),
+            ("batch_normalize=true", f"{TOKEN} rollout_is_batch_normalize=true"),
+        )
     ),
     *(
         (
-            {"rollout_rs": level, "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.4},
-            {"rollout_rs": level, "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.4},
+            f"use_tis=true {prefix}_mode={mode} {prefix}_lower_bound=0.4 {prefix}_upper_bound=3.0",
+            f"{TOKEN} rollout_is_mode={mode} rollout_is_threshold=0.4_3.0",
         )
-        for level in ("token", "sequence", "geometric")
-    ),
-    *(({"rollout_rs": name, "rollout_rs_threshold": 2.0},) * 2 for name in CRITERIA),
-    ({"rollout_token_veto_threshold": 1e-4}, {"rollout_token_veto_threshold": 1e-4}),
-    (TIS, TOKEN),
-    ({"use_rollout_correction": True}, TOKEN),
-    ({"use_tis": False}, {}),
-    ({"use_rollout_logprobs": True}, {"bypass_mode": True}),
-    ({"use_rollout_logprobs": False, "use_rollout_correction": False}, {}),
-    ({"use_rollout_logprobs": True, "use_rollout_correction": True}, TOKEN | {"bypass_mode": True}),
-    ({"get_mismatch_metrics": True}, {}),
-    (
-        {"custom_tis_function_path": "support.builders.drop_odd"},
-        {"custom_correction": "support.builders:drop_odd"},
-    ),
-    *(
-        (TIS | {f"{s}_level": level}, {"rollout_is": level})
-        for s in ("tis", "mis")
-        for level in ("token", "sequence")
-    ),
-    *((TIS | {f"{s}_level": "geometric"}, {"rollout_is": "geometric"}) for s in ("tis", "mis")),
-    *(
-        (TIS | {f"{s}_mode": "truncate"}, TOKEN | {"rollout_is_mode": "truncate"})
-        for s in ("tis", "mis")
-    ),
-    *(
-        (TIS | {f"{s}_upper_bound": 3.0}, TOKEN | {"rollout_is_threshold": 3.0})
-        for s in ("tis", "mis")
-    ),
-    *(
-        (
-            TIS | {f"{s}_mode": mode, f"{s}_lower_bound": 0.4, f"{s}_upper_bound": 3.0},
-            TOKEN | {"rollout_is_mode": mode, "rollout_is_threshold": "0.4_3.0"},
-        )
-        for s in ("tis", "mis")
+        for prefix in ("tis", "mis")
         for mode in ("clip", "mask")
     ),
-    *(
-        (TIS | {f"{s}_batch_normalize": True}, TOKEN | {"rollout_is_batch_normalize": True})
-        for s in ("tis", "mis")
-    ),
-    (RS, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}),
+    ("use_rs=true", f"rollout_rs=token_k1 {BAND}"),
     *(
         (
-            RS | {"rs_level": level, "rs_upper_bound": 3.0},
-            {"rollout_rs": name, "rollout_rs_threshold": 3.0},
+            f"use_rs=true rs_level={level} rs_upper_bound=3.0",
+            f"rollout_rs={name} rollout_rs_threshold=3.0",
         )
         for level, name in OLDER_NAMES.items()
     ),
     (
-        RS | {"rs_lower_bound": 0.4, "rs_upper_bound": 3.0},
-        {"rollout_rs": "token_k1", "rollout_rs_threshold": 3.0, "rollout_rs_threshold_lower": 0.4},
+        "use_rs=true rs_lower_bound=0.4 rs_upper_bound=3.0",
+        "rollout_rs=token_k1 rollout_rs_threshold=3.0 rollout_rs_threshold_lower=0.4",
     ),
-    ({"rs_veto_threshold": 1e-4}, {"rollout_token_veto_threshold": 1e-4}),
-    ({"mis_veto_threshold": 1e-4}, {"rollout_token_veto_threshold": 1e-4}),
+    ("rs_veto_threshold=1.0e-4", "rollout_token_veto_threshold=1.0e-4"),
+    ("mis_veto_threshold=1.0e-4", "rollout_token_veto_threshold=1.0e-4"),
 ]
 
 
-def written(settings: dict[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in settings.items())
+def settings_of(words: str) -> dict[str, Any]:
+    pairs = (word.partition("=") for word in words.split())
+    return {key: yaml.safe_load(text) for key, _, text in pairs}
 
 
-@pytest.mark.parametrize(
-    ("there", "here"), TRANSLATED, ids=[written(there) for there, _ in TRANSLATED]
-)
-def test_a_setting_of_a_document_has_this_meaning(
-    there: dict[str, Any], here: dict[str, Any]
-) -> None:
-    config, notes = rollout_correction([there])
-    assert vars(config) == vars(RolloutCorrectionConfig()) | here
-    assert bool(notes) == (
-        any(key not in OWN_KEYS for key in there) or there.get("rollout_rs") in OLDER_NAMES
-    )
+@pytest.mark.parametrize(("there", "here"), TRANSLATED)
+def test_a_setting_of_a_document_has_this_meaning(there: str, here: str | None) -> None:
+    given = settings_of(there)
+    config, notes = rollout_correction([given])
+    expected = settings_of(there if here is None else here)
+    assert vars(config) == vars(RolloutCorrectionConfig()) | expected
+    older = given.get("rollout_rs") in OLDER_NAMES
+    assert bool(notes) == (older or any(key not in OWN_KEYS for key in given))
 
 
 def test_every_key_and_flag_is_among_those_settings() -> None:
-    used = {key for there, _ in TRANSLATED for key in there}
+    pairs = {pair for there, _ in TRANSLATED for pair in there.split()}
+    used = {pair.partition("=")[0] for pair in pairs}
     elsewhere = {
         "custom_config_path",
         SECTION,
@@ -268,11 +243,6 @@ def test_every_key_and_flag_is_among_those_settings() -> None:
     elsewhere |= {"actor_rollout_ref.rollout.calculate_log_probs"}
     flags = {flag.removeprefix("--").replace("-", "_") for flag in names("slime's flags")}
     assert {*names("Keys"), *flags} - elsewhere <= used
-    pairs = {
-        f"{key}={'null' if value is None else value}"
-        for there, _ in TRANSLATED
-        for key, value in there.items()
-    }
     assert {name for name in names("Values") if "=" in name} <= pairs
 
 
