@@ -104,7 +104,7 @@ def check_run(
         check_machine(config, device)
     _check_lengths(config, prompts.suites, [*prompts.sampler.prompts, *prompts.held_out])
     if trains and model is not None:
-        _check_networks(config, model, num_processes)
+        check_networks(config, model, num_processes)
         check_output(config, num_trained(model))
     return RunInputs(
         sampler=prompts.sampler,
@@ -142,7 +142,7 @@ def check_plan(config: Config, num_processes: int) -> FlowModel | None:
     check_engine(config)
     model = _check_model(config)
     if model is not None:
-        _check_networks(config, model, num_processes)
+        check_networks(config, model, num_processes)
     return model
 
 
@@ -234,7 +234,7 @@ def _check_replay(config: Config, folder: Path, num_processes: int) -> None:
     check_headers(replay_files(folder, 0, num_processes), spec, {})
 
 
-def _check_networks(config: Config, model: FlowModel, num_processes: int) -> None:
+def check_networks(config: Config, model: FlowModel, num_processes: int) -> None:
     """Checks that the trained steps fit a model whose transformers share the schedule.
 
     Warns of a transformer whose steps are never trained: its LoRA stays without effect.

@@ -14,7 +14,7 @@ from support.launching import launch
 from support.runs import WORDS, Train, read_rows
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.check_networks import check_networks
+from flowgrpo_rc.config.checks import check_networks
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.records.checkpoint import load_checkpoint
