@@ -55,6 +55,7 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     engine = engine_class(config)
     rollout, kind, name = config.rollout, config.model.kind, f"rollout.name={config.rollout.name}"
     offered = ", ".join(engine.quantizations) or "none (see rollout.engine_kwargs)"
+    useless = f"has no effect with {name}: drop it"
     images = rollout.pipeline.condition_images
     needs_means = config.data.replay_dir is None and config.keep_means()
     aligned = config.actor.replay == "aligned"
@@ -67,14 +68,8 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             rollout.quantization not in (None, *engine.quantizations),
             f"rollout.quantization={rollout.quantization!r}: {name} offers {offered}",
         ),
-        (
-            rollout.compile and not engine.compiles,
-            f"rollout.compile=true has no effect with {name}: drop it",
-        ),
-        (
-            bool(rollout.merge_lora) and not engine.merges_lora,
-            f"rollout.merge_lora=true has no effect with {name}: drop it",
-        ),
+        (rollout.compile and not engine.compiles, f"rollout.compile=true {useless}"),
+        (bool(rollout.merge_lora) and not engine.merges_lora, f"rollout.merge_lora=true {useless}"),
         (
             bool(rollout.merge_lora) and rollout.quantization is not None,
             f"rollout.quantization={rollout.quantization}: rollout.merge_lora=true cannot add a "

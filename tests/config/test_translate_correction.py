@@ -285,7 +285,6 @@ CONTRADICTIONS = [
     "custom_tis_function_path=support.builders.drop_odd custom_correction=support.builders:none",
     "preset=pg_is bypass_mode=false",
     "preset=token_is bypass_mode=true",
-    "preset=seq_mis rollout_rs_threshold='0.5_2.0'",
 ]
 
 
