@@ -61,7 +61,6 @@ from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.advantages import AdvantageEstimator
-from flowgrpo_rc.training.evaluations import Evaluations
 from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.ahead import AheadSource
 from flowgrpo_rc.training.sources.engine import EngineSource
@@ -119,8 +118,6 @@ def assemble(
     update = PolicyUpdate(algorithm, config.actor, processes, total_updates=config.total_updates())
     health = make_health(config)
     rejected = make_rejected(config, folder, processes)
-    evaluator = Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards)
-    runners = [make_suite(suite, config, task) for suite in suites]
     keep = config.trainer.max_checkpoints_to_keep
     return Trainer(
         config=config.trainer,
@@ -135,7 +132,8 @@ def assemble(
         update=update,
         mini_batch_size=config.samples_per_mini_batch(processes.count),
         may_be_stale=config.rollout.staleness > 0,
-        evaluations=Evaluations(evaluator, runners, task, update, processes, folder, log),
+        evaluator=Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards),
+        suites=[make_suite(suite, config, task) for suite in suites],
         state=RunState(folder.checkpoints, keep, processes, update, algorithm, health, source),
         journal=Journal(folder, log, health, rejected, processes),
     )

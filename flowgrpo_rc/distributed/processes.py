@@ -10,14 +10,15 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, distributed, nn
 from torch.distributed import DistError
 
+T = TypeVar("T")
 _PATIENCE_S = 30.0
 
 
@@ -73,6 +74,11 @@ class Processes:
         padded = self.accelerator.pad_across_processes(values, pad_index=math.nan)
         return self.accelerator.gather(padded)
 
+    def gather_objects(self, values: Sequence[T]) -> list[T]:
+        """Collects what pickle can hold of all processes, each with a number of its own."""
+        found: list[T] = list(values) if self.count == 1 else gather_object(list(values))
+        return found
+
     def any(self, flag: bool) -> bool:
         """Returns True on all processes if the flag is True on one of them."""
         if self.count == 1:
@@ -125,14 +131,9 @@ class Processes:
             raise self._lost(reason) from error
 
     def text_of_main(self, text: str) -> str:
-        """Returns the text that the main process gives, of at most 1,000 bytes, on all of them."""
-        # The others give zeros, so the sum is the text of the main process.
-        row = torch.zeros(1000, dtype=torch.int64, device=self.device)
-        if self.is_main:
-            given = text.encode()
-            row[: len(given)] = torch.tensor(list(given), device=self.device)
-        found = [number for number in self.sum(row).tolist() if number]
-        return bytes(found).decode()
+        """Returns the text that the main process gives, on all of them."""
+        found: list[str] = broadcast_object_list([text])
+        return found[0]
 
     def rows_of_all(self, rows: Tensor, first: int, total: int) -> Tensor:
         """Puts rows [k, ...] of all processes, each with its k, together at their places.
@@ -150,16 +151,6 @@ class Processes:
         whole = rows.new_zeros((total, *rows.shape[1:]))
         whole[first : first + len(rows)] = rows
         return self.sum(whole.to(self.device)).cpu()
-
-    def texts_of_all(self, texts: Sequence[str], first: int, total: int) -> list[str]:
-        """Puts texts of all processes together, each at its place, as `rows_of_all` does."""
-        longest = torch.tensor([max(1, *map(len, texts))], device=self.device)
-        letters = np.array(texts, dtype=f"U{int(self.max(longest).item())}")
-        # numpy has 4 bytes a letter, so texts travel as rows of numbers of one width.
-        codes = letters.view(np.int32).reshape(len(texts), -1)
-        whole = self.rows_of_all(torch.from_numpy(codes), first, total)
-        found: list[str] = whole.numpy().view(letters.dtype).ravel().tolist()
-        return found
 
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ def score_samples(
     collected = collect_rewards(rewards, handles, processes, grouped=False)
     shown: Any = ()
     if show and isinstance(made[0], str):
-        shown = processes.texts_of_all(made, first, show)
+        shown = processes.gather_objects(made)[:show]
     elif show:
         shown = processes.rows_of_all(torch.from_numpy(np.stack(made)), first, show).numpy()
     return Scored(collected, first, shown)

@@ -6,6 +6,7 @@ Legend: B samples, T steps.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,47 +17,42 @@ from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.training.config import AlgorithmConfig
 
 
+@dataclass(frozen=True, eq=False)
 class AdvantageEstimator:
     """Makes advantages of rewards.
 
-    Args:
+    Attributes:
       config: the estimator, and whether rejected samples leave the baseline of their group.
       weights: weight of each reward.
       train_n: samples of each group that are trained on; None for all.
       all_reduce: adds up a tensor over processes.
     """
 
-    def __init__(
-        self,
-        config: AlgorithmConfig,
-        weights: Mapping[str, float],
-        train_n: int | None,
-        all_reduce: AllReduce,
-    ) -> None:
-        self._config = config
-        # A saved rollout need not have each reward by itself, and only gdpo reads them.
-        self._weights = weights if config.adv_estimator == "gdpo" else {}
-        self._train_n = train_n
-        self._all_reduce = all_reduce
+    config: AlgorithmConfig
+    weights: Mapping[str, float]
+    train_n: int | None
+    all_reduce: AllReduce
 
     def of(self, batch: Batch, rewards: Rewards, metrics: MetricBag) -> Tensor:
         """Returns the advantage of each sample, float64 [B]."""
         device = batch.group.device
         valid = rewards.valid.to(device)
-        if self._config.rollout_correction.excludes_rejected:
+        if self.config.rollout_correction.excludes_rejected:
             excluded = batch.wholly_rejected()
             metrics.mean("rollout_corr/excluded_fraction", excluded.double())
             valid = valid & ~excluded
+        # A saved rollout need not have each reward by itself, and only gdpo reads them.
+        weights = self.weights if self.config.adv_estimator == "gdpo" else {}
         found = estimate(
-            self._config.adv_estimator,
+            self.config.adv_estimator,
             rewards.total.to(device),
-            [rewards.parts[name].to(device) for name in self._weights],
-            list(self._weights.values()),
+            [rewards.parts[name].to(device) for name in weights],
+            list(weights.values()),
             batch.group,
             valid,
-            norm_by_std=self._config.norm_by_std,
-            global_std=self._config.norm_by_global_std,
-            all_reduce=self._all_reduce,
+            norm_by_std=self.config.norm_by_std,
+            global_std=self.config.norm_by_global_std,
+            all_reduce=self.all_reduce,
         )
         metrics.merge(advantage_metrics(found, valid))
         return found.values
@@ -65,9 +61,9 @@ class AdvantageEstimator:
         """Returns the samples that are trained on, with their advantages, [B, T] fp32."""
         spread = advantages.float().unsqueeze(1).expand(-1, batch.num_steps)
         batch = batch.replace(advantages=spread)
-        if self._train_n is None:  # the same tensors, not copies
+        if self.train_n is None:  # the same tensors, not copies
             return batch
-        rows = farthest(advantages, batch.group, self._train_n)
+        rows = farthest(advantages, batch.group, self.train_n)
         squares = advantages**2
         metrics.ratio("advantages/trained_fraction", squares[rows], squares)
         return batch.select(rows)

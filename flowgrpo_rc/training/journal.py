@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from flowgrpo_rc.algorithms.algorithm import Algorithm
 from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
+from flowgrpo_rc.evaluation.held_out import HeldOutScores
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.debug_bundle import write_bundle
@@ -20,30 +23,23 @@ from flowgrpo_rc.records.rollout_files import SavedRollout, rollout_path, save_r
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import RunLog
 from flowgrpo_rc.training.sources.source import Collected
+from flowgrpo_rc.training.tasks.task import Task
 
 
+@dataclass(frozen=True, eq=False)
 class Journal:
     """Writes down what a step was, in the run's folder and where its log goes."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        log: RunLog,
-        health: HealthMonitor,
-        rejected: RejectedSamples,
-        processes: Processes,
-    ) -> None:
-        """Takes the folder and the writers of its files."""
-        self.log = log
-        self._folder = folder
-        self._health = health
-        self._rejected = rejected
-        self._processes = processes
+    folder: RunFolder
+    log: RunLog
+    health: HealthMonitor
+    rejected: RejectedSamples
+    processes: Processes
 
     def rollout(self, step: int, saved: SavedRollout) -> None:
         """Keeps this process's trajectories, for `data.replay_dir` of another run."""
-        processes = self._processes
-        path = rollout_path(self._folder.rollouts, step, processes.rank, processes.count)
+        processes = self.processes
+        path = rollout_path(self.folder.rollouts, step, processes.rank, processes.count)
         save_rollout(path, saved)
 
     def decisions(
@@ -57,9 +53,9 @@ class Journal:
         """Writes the rejected samples of all processes down."""
         if algorithm.decisions is None:
             return
-        rows = []
+        rows: list[dict[str, Any]] = []
         with self.log.spared("rejected samples"):
-            rows = self._rejected.rows(
+            rows = self.rejected.rows(
                 step,
                 algorithm.decisions.take(),
                 collected.batch,
@@ -68,21 +64,26 @@ class Journal:
                 cell_names,
                 algorithm.auto_bands,
             )
-        processes = self._processes
         # All processes get here, whether or not they could write their pictures.
-        own = json.dumps(rows) if rows else ""
-        texts = processes.texts_of_all([own], processes.rank, processes.count)
-        if processes.is_main:
-            self.log.rejected(step, [row for text in texts if text for row in json.loads(text)])
+        rows = self.processes.gather_objects(rows)
+        if self.processes.is_main:
+            self.log.rejected(step, rows)
+
+    def held_out(self, step: int, task: Task, found: HeldOutScores) -> None:
+        """Saves some of the held-out samples with their scores, on the main process."""
+        if self.processes.is_main:
+            stem = self.folder.samples_stem(step)
+            draw = partial(task.save_samples, stem, found.samples, found.prompts, found.scores)
+            self.log.image(step, "val/samples", draw)
 
     def finish(self, step: int, metrics: MetricBag) -> None:
         """Reduces the step's metrics, with one host transfer, and writes them down."""
-        processes = self._processes
+        processes = self.processes
         memory = torch.tensor(peak_memory_gib(processes.device))
         metrics.max("perf/peak_memory_gib", memory)
         row = metrics.compute(processes.sum, processes.max, processes.device)
-        row |= self._health.compare(row)
-        warnings = self._health.update(step, row)
+        row |= self.health.compare(row)
+        warnings = self.health.update(step, row)
         if processes.is_main:
             self.log.write(step, row, warnings)
 
@@ -94,14 +95,14 @@ class Journal:
         tensors: Mapping[str, Mapping[str, Tensor]],
     ) -> FloatingPointError:
         """Writes down what an update was given; returns its error with step and way on."""
-        name = f"step_{step:06d}_process_{self._processes.rank}.json"
-        bundle = self._folder.debug / name
+        name = f"step_{step:06d}_process_{self.processes.rank}.json"
+        bundle = self.folder.debug / name
         try:
             write_bundle(bundle, step, batch, tensors)
             told = f"samples, seeds and norms are in {bundle}"
         except OSError as refused:
             told = f"samples, seeds and norms could not be written ({refused})"
-        checkpoints = list_checkpoints(self._folder.checkpoints)
+        checkpoints = list_checkpoints(self.folder.checkpoints)
         newest = checkpoints[-1].name if checkpoints else "none"
         return type(error)(
             f"step {step}: {error}. Nothing of it was saved: the last good checkpoint is "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,68 +23,57 @@ from flowgrpo_rc.training.sources.source import RolloutSource
 from flowgrpo_rc.training.update import PolicyUpdate
 
 
+@dataclass(frozen=True, eq=False)
 class RunState:
     """Saves and loads the parts of a run that change from step to step.
 
-    Args:
+    Attributes:
       folder: the folder of all checkpoints.
       keep: how many checkpoints to keep.
-      processes: the processes of the run.
-      update, algorithm, health, source: the parts.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        processes: Processes,
-        update: PolicyUpdate,
-        algorithm: Algorithm[Any],
-        health: HealthMonitor,
-        source: RolloutSource,
-    ) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._processes = processes
-        self._update = update
-        self._algorithm = algorithm
-        self._health = health
-        self._source = source
+    folder: Path
+    keep: int
+    processes: Processes
+    update: PolicyUpdate
+    algorithm: Algorithm[Any]
+    health: HealthMonitor
+    source: RolloutSource
 
     def sync(self, step: int) -> None:
         """Gives the engine the weights to sample with after a step."""
-        weights = self._algorithm.sampling_weights(self._update.lora_state())
-        self._source.sync_weights(weights, step)
+        weights = self.algorithm.sampling_weights(self.update.lora_state())
+        self.source.sync_weights(weights, step)
 
     def save(self, step: int) -> None:
         """Writes the checkpoint of a step, on the main process."""
-        if self._processes.is_main:
+        if self.processes.is_main:
             state: Mapping[str, Any] = {
-                "update": self._update.state(),
-                "health": self._health.state_dict(),
+                "update": self.update.state(),
+                "health": self.health.state_dict(),
             }
-            older = self._source.older_weights()
+            older = self.source.older_weights()
             tensors: dict[str, Mapping[str, Tensor]] = {
-                **self._update.tensors(),
+                **self.update.tensors(),
                 **{f"{OLDER}{version}": weights for version, weights in older.items()},
-                **self._algorithm.tensors(),
+                **self.algorithm.tensors(),
             }
             checkpoint = Checkpoint(step=step, tensors=tensors, state=state)
-            save_checkpoint(self._folder, checkpoint, keep=self._keep)
-        self._processes.wait()
+            save_checkpoint(self.folder, checkpoint, keep=self.keep)
+        self.processes.wait()
 
     def load(self, resumed: Checkpoint) -> None:
         """Goes back to a checkpoint. Raises CheckpointError if it is of another run."""
         try:
-            self._update.load(resumed.tensors, resumed.state["update"])
-            self._health.load_state_dict(resumed.state["health"])
-            self._algorithm.load(resumed.tensors)
-            lora = self._update.lora_state()
+            self.update.load(resumed.tensors, resumed.state["update"])
+            self.health.load_state_dict(resumed.state["health"])
+            self.algorithm.load(resumed.tensors)
+            lora = self.update.lora_state()
             for version, weights in sorted(resumed.older_weights().items()):
                 older = check_tensors(f"{OLDER}{version}", weights, lora)
-                self._source.sync_weights(older, version)
+                self.source.sync_weights(older, version)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {resumed.step} in {self._folder.parent} is not one that "
+                f"the checkpoint of step {resumed.step} in {self.folder.parent} is not one that "
                 f"this run has written: {type(error).__name__}: {error}"
             ) from error

@@ -5,7 +5,7 @@ advantages -> update.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,8 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import StopRequest
+from flowgrpo_rc.evaluation.held_out import Evaluator
+from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.monitoring.staleness import staleness
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.config import TrainerConfig
@@ -26,7 +28,6 @@ from flowgrpo_rc.records.rollout_files import SavedRollout
 from flowgrpo_rc.rewards.collect import record_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.training.advantages import AdvantageEstimator
-from flowgrpo_rc.training.evaluations import Evaluations
 from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.source import RolloutSource
 from flowgrpo_rc.training.state import RunState
@@ -51,7 +52,8 @@ class Trainer:
       update: makes optimizer steps of losses.
       mini_batch_size: samples of a mini-batch on one process.
       may_be_stale: whether the weights that sample may be older than those that are trained.
-      evaluations: held-out prompts and suites.
+      evaluator: scores the held-out prompts.
+      suites: what evaluations ask besides.
       state: what a checkpoint holds.
       journal: what is written down of a step.
     """
@@ -66,7 +68,8 @@ class Trainer:
     update: PolicyUpdate
     mini_batch_size: int
     may_be_stale: bool
-    evaluations: Evaluations
+    evaluator: Evaluator
+    suites: Sequence[SuiteRunner]
     state: RunState
     journal: Journal
     _metrics: MetricBag = field(default_factory=MetricBag, init=False)
@@ -144,7 +147,7 @@ class Trainer:
     def close(self) -> None:
         """Ends what samples, scores and tells of the run."""
         self.rewards.close()
-        for suite in self.evaluations.suites:
+        for suite in self.suites:
             suite.close()
         self.source.close()
         self.journal.log.trackers.finish()
@@ -158,11 +161,15 @@ class Trainer:
         self._metrics.merge(metrics, "actor")
 
     def _evaluate(self) -> None:
+        """Scores held-out samples and asks the suites, with the average of the LoRA."""
         with self._timed("evaluation"):
-            self._metrics.merge(self.evaluations.held_out(self._step))
-        for suite in self.evaluations.suites:
-            with self._timed("suites"):
-                self._metrics.merge(self.evaluations.ask(suite))
+            with self.update.averaged():
+                found = self.evaluator.run(self.processes)
+            self.journal.held_out(self._step, self.task, found)
+            self._metrics.merge(found.metrics)
+        for suite in self.suites:
+            with self._timed("suites"), self.update.averaged():
+                self._metrics.merge(suite.run(self.processes).metrics())
 
     def _finish_step(self) -> None:
         for phase, seconds in self._seconds.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,11 @@ MOST_NONFINITE = 5
 
 
 class PolicyUpdate:
-    """Trains the LoRA by the losses of an algorithm; owns optimizer, schedule and average."""
+    """Trains the LoRA by the losses of an algorithm; owns optimizer, schedule and average.
+
+    Attributes:
+      parameters: the LoRA tensors that are trained.
+    """
 
     def __init__(
         self,
@@ -64,21 +69,16 @@ class PolicyUpdate:
         self._config = config
         self._processes = processes
         self._named = lora_parameters(algorithm.policy.network)
-        self._parameters = list(self._named.values())
-        self._optimizer = make_optimizer(self._parameters, config.optim)
+        self.parameters = list(self._named.values())
+        self._optimizer = make_optimizer(self.parameters, config.optim)
         self._schedule = make_schedule(self._optimizer, config.optim, total_updates)
         self.ema: EMAModel | None = None
         if config.ema.enable:
-            self.ema = EMAModel(self._parameters, decay=config.ema.decay)
+            self.ema = EMAModel(self.parameters, decay=config.ema.decay)
         self._updates = 0
         self._updates_here = 0
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The LoRA tensors that are trained."""
-        return self._parameters
 
     def lora_state(self) -> dict[str, Tensor]:
         """Returns the LoRA tensors by name (detached views)."""
@@ -112,21 +112,14 @@ class PolicyUpdate:
         """
         backward = partial(self._backward, metrics=metrics)
         mini, parts = self._algorithm.loss(mini, backward, metrics, updates=self._updates_here)
-        self._divide_gradients(parts)
-        self._step(metrics)
-        return mini
-
-    def _divide_gradients(self, parts: Tensor) -> None:
-        """Sums the gradients over processes and divides them by what the loss counts.
-
-        Args:
-          parts: sum of `LossTerms.parts` over the micro-batches of this process, [3].
-        """
-        self._processes.sum_gradients(self._parameters)
+        # Sums until here: one division by what the loss counts in the mini-batch of all processes.
+        self._processes.sum_gradients(self.parameters)
         scale = 1 / denominator(parts, self._processes.sum)
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
+        self._step(metrics)
+        return mini
 
     def _backward(self, forward: Forward, metrics: MetricBag) -> None:
         """Adds the gradient of a forward, and of its KL penalty if there is one."""
@@ -134,13 +127,9 @@ class PolicyUpdate:
         if self._config.use_kl_loss:
             total = total + self._penalty(forward, metrics)
         total.backward()
-        self._spoil_unless_finite(total)
-
-    def _spoil_unless_finite(self, loss: Tensor) -> None:
-        """Makes the gradient NaN if the loss is not finite: then all processes skip the update."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if gradients:
-            gradients[0].add_(0 * loss.detach())
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if gradients:  # NaN if the loss is not finite: then all processes skip the update
+            gradients[0].add_(0 * total.detach())
 
     def _penalty(self, forward: Forward, metrics: MetricBag) -> Tensor:
         """Returns kl_loss_coef times the KL to the base model; steps count with their share."""
@@ -159,7 +148,7 @@ class PolicyUpdate:
 
         The host waits for the device twice: for the norm, and for whether all numbers are finite.
         """
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optim.clip_grad)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self._config.optim.clip_grad)
         value = norm.item()
         metrics.max("lr", torch.tensor(float(self._schedule.get_last_lr()[0]), dtype=torch.float64))
         if math.isfinite(value):
@@ -168,7 +157,7 @@ class PolicyUpdate:
             self._updates += 1
             self._nonfinite_in_a_row = 0
             if self.ema is not None and self._updates % self._config.ema.update_interval == 0:
-                self.ema.step(self._parameters)
+                self.ema.step(self.parameters)
             broken = not_finite(self.tensors())
             if broken:
                 raise NonFiniteWeights(
@@ -187,6 +176,19 @@ class PolicyUpdate:
                 f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; "
                 "lower actor.optim.lr"
             )
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Gives the LoRA its average inside the context, and its own values back, bit for bit."""
+        if self.ema is None:
+            yield
+            return
+        self.ema.store(self.parameters)
+        self.ema.copy_to(self.parameters)
+        try:
+            yield
+        finally:
+            self.ema.restore(self.parameters)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Returns what a checkpoint holds: `lora`, `optimizer` and, if there is one, `ema`."""

@@ -1,4 +1,4 @@
-"""The update: gradients of micro-batches, gradients that are not finite, its state."""
+"""The update: gradients of micro-batches or not finite, the average of the weights, its state."""
 
 from __future__ import annotations
 
@@ -58,6 +58,23 @@ def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
     found = update.run(batch, 4).compute()
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert found["pg_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_average_and_its_reversal(model: FlowModel) -> None:
+    actor = ActorConfig(
+        ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3), ema=EMAConfig(update_interval=2)
+    )
+    update, batch = make_update(model, actor)
+    values = []
+    for _ in range(4):
+        update.run(batch, 4)
+        values.append({name: tensor.clone() for name, tensor in update.lora_state().items()})
+    with update.averaged():
+        for name, average in update.lora_state().items():
+            # The first average takes the value, the second moves by 1 - 2 / 11.
+            first, last = values[1][name], values[3][name]
+            torch.testing.assert_close(average, first + (1 - 2 / 11) * (last - first))
+    assert all(torch.equal(values[3][name], own) for name, own in update.lora_state().items())
 
 
 def test_state_round_trip_is_bitwise(model: FlowModel, tmp_path: Path) -> None:

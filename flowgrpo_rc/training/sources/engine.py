@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -31,44 +32,36 @@ from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
 
 
+@dataclass(eq=False)
 class EngineSource(RolloutSource):
-    """Samples with an engine, and has finished chunks scored while the rest is sampled."""
+    """Samples with an engine, and has finished chunks scored while the rest is sampled.
 
-    def __init__(
-        self,
-        engine: RolloutEngine[Any],
-        task: Task,
-        sampler: PromptSampler,
-        rewards: RewardManager,
-        processes: Processes,
-        config: RolloutConfig,
-        *,
-        mini_batch_size: int,
-        seed: int,
-    ) -> None:
-        """Takes what a step is sampled with.
+    Attributes:
+      engine: samples trajectories.
+      task: says what is asked of the engine, and checks what comes back.
+      sampler: the training prompts.
+      rewards: scores finished samples in threads.
+      processes: the processes of the run.
+      config: settings of the rollout.
+      mini_batch_size: prompts of a mini-batch of all processes; each has a share of every one.
+      seed: the run's seed.
+    """
 
-        Args:
-          engine: samples trajectories.
-          task: says what is asked of the engine, and checks what comes back.
-          sampler: the training prompts.
-          rewards: scores finished samples in threads.
-          processes: the processes of the run.
-          config: settings of the rollout.
-          mini_batch_size: prompts of a mini-batch of all processes; each has a share of every one.
-          seed: the run's seed.
-        """
-        self.engine = engine
-        self._task = task
-        self._sampler = sampler
-        self._rewards = rewards
-        self._processes = processes
-        self._n = config.n
-        self._mini_batch_size = mini_batch_size
-        self._seed = seed
+    engine: RolloutEngine[Any]
+    task: Task
+    sampler: PromptSampler
+    rewards: RewardManager
+    processes: Processes
+    config: RolloutConfig
+    _: KW_ONLY
+    mini_batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Starts the thread that receives what is sampled elsewhere."""
         self._pushed: tuple[Mapping[str, Tensor], int] | None = None
         self._receiver = ThreadPoolExecutor(
-            1, thread_name_prefix="rollout", initializer=_use, initargs=(processes.device,)
+            1, thread_name_prefix="rollout", initializer=_use, initargs=(self.processes.device,)
         )
 
     def collect(self, step: int) -> Collected:
@@ -93,7 +86,7 @@ class EngineSource(RolloutSource):
           hands its chunks to the rewards as they arrive; another one samples when this is called.
         """
         prompts = self.prompts(step)
-        request = self._task.request(prompts, self._seeds(prompts))
+        request = self.task.request(prompts, self._seeds(prompts))
         if not self.engine.elsewhere:
             return lambda: self._receive(request, self.engine.generate(request))
         return self._receiver.submit(self._receive, request, self.engine.generate(request)).result
@@ -104,13 +97,12 @@ class EngineSource(RolloutSource):
         shown = []
         for chunk in chunks:
             check_settings(request.spec, chunk.batch.spec)
-            self._task.check_rollout(chunk.batch)
+            self.task.check_rollout(chunk.batch)
             batches.append(chunk.batch)
-            groups = Groups(chunk.batch.group.tolist(), self._n)
-            given = chunk.samples, chunk.prompts, chunk.latents, groups
-            handles.append(self._rewards.submit(*given))
+            groups = Groups(chunk.batch.group.tolist(), self.config.n)
+            handles.append(self.rewards.submit(chunk.samples, chunk.prompts, chunk.latents, groups))
             shown.append(Shown.of(chunk.samples, chunk.prompts))
-        rewards = partial(collect_rewards, self._rewards, handles, self._processes, grouped=True)
+        rewards = partial(collect_rewards, self.rewards, handles, self.processes, grouped=True)
         collected = Collected(
             concat(batches),
             rewards,
@@ -125,21 +117,17 @@ class EngineSource(RolloutSource):
     def prompts(self, step: int) -> PromptBatch:
         """Returns this process's share of the step's prompts."""
         return shard(
-            self._sampler.step(step - 1),
+            self.sampler.step(step - 1),
             step=step,
-            mini_batch_size=self._mini_batch_size,
-            rank=self._processes.rank,
-            world_size=self._processes.count,
+            mini_batch_size=self.mini_batch_size,
+            rank=self.processes.rank,
+            world_size=self.processes.count,
         )
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Gives the engine the LoRA after `version` steps."""
         self._pushed = state, version
         self.engine.sync_weights(state, version)
-
-    def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Returns nothing: every step is sampled with the newest weights."""
-        return {}
 
     def close(self) -> None:
         """Ends the sampling, and closes the engine."""
@@ -149,9 +137,9 @@ class EngineSource(RolloutSource):
 
     def _seeds(self, prompts: PromptBatch) -> list[int]:
         return [
-            derive_seed(self._seed, prompts.step, slot, index, "rollout")
+            derive_seed(self.seed, prompts.step, slot, index, "rollout")
             for slot in prompts.slots
-            for index in range(self._n)
+            for index in range(self.config.n)
         ]
 
 

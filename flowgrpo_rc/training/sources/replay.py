@@ -66,10 +66,6 @@ class ReplaySource(RolloutSource):
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Does nothing: nobody samples."""
 
-    def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Returns nothing: nobody samples."""
-        return {}
-
     def close(self) -> None:
         """Does nothing: no resource is held."""
 

@@ -46,9 +46,9 @@ class RolloutSource(ABC):
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Takes the trainer's LoRA after `version` steps, tensors by name."""
 
-    @abstractmethod
     def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Returns earlier versions of the LoRA that rollouts still to come need, by version."""
+        """Returns earlier versions of the LoRA that rollouts to come need; none as a rule."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,57 +36,43 @@ from flowgrpo_rc.rollout.engine import ImageRequest
 from flowgrpo_rc.training.tasks.task import Task
 
 
+@dataclass(eq=False)
 class ImageTask(Task):
     """The task of a flow model.
 
     The noise of a held-out sample follows from its seed alone, so the samples of two evaluations
     differ by the weights alone.
+
+    Attributes:
+      config: settings of the rollout.
+      seed: the run's seed.
+      keep_means: whether the rollout has to record the means of its steps.
+      decode: whether samples are needed beside their latents.
+      seeded: whether the engine says that it draws the noise of the samples' seeds.
+      tf32: whether products of fp32 matrices round to TF32, in the rollout as in the update.
     """
 
     model: FlowModel
     policy: FlowPolicy
+    config: RolloutConfig
+    seed: int
+    _: KW_ONLY
+    keep_means: bool = False
+    decode: bool = True
+    seeded: bool = False
+    tf32: bool = False
 
-    def __init__(
-        self,
-        model: FlowModel,
-        policy: FlowPolicy,
-        config: RolloutConfig,
-        seed: int,
-        *,
-        keep_means: bool = False,
-        decode: bool = True,
-        seeded: bool = False,
-        tf32: bool = False,
-    ) -> None:
-        """Takes the model and how it is sampled.
-
-        Args:
-          model: the pipeline.
-          policy: the trainer's own view of it.
-          config: settings of the rollout.
-          seed: the run's seed.
-          keep_means: whether the rollout has to record the means of its steps.
-          decode: whether samples are needed beside their latents.
-          seeded: whether the engine says that it draws the noise of the samples' seeds.
-          tf32: whether products of fp32 matrices round to TF32, in the rollout as in the update.
-        """
-        self.model = model
-        self.policy = policy
-        self._config = config
-        self._seed = seed
-        self._keep_means = keep_means
-        self._decode = decode
-        self._seeded = seeded
-        self._tf32 = tf32
-        self._held_out = config.held_out_spec()
-        self._known = KnownPrompts(model, self._held_out)
+    def __post_init__(self) -> None:
+        """Prepares the sampler of held-out samples, which keeps their encoded prompts."""
+        self._held_out = self.config.held_out_spec()
+        self._known = KnownPrompts(self.model, self._held_out)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Takes every text: encoders cut one that is too long, as in the stock pipeline."""
 
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
         """Asks for `rollout.n` samples of each prompt, with the windows that are drawn for them."""
-        config = self._config
+        config = self.config
         size, first, last = config.window_at(prompts.step)
         window = draw_windows(
             prompts.slots,
@@ -94,25 +81,25 @@ class ImageTask(Task):
             first=first,
             last=last,
             sharing=config.algo.window_sharing,
-            seed=self._seed,
+            seed=self.seed,
             step=prompts.step,
         )
         return ImageRequest(
             prompts=prompts,
             samples_per_prompt=config.n,
-            spec=config.spec(prompts.step, tf32=self._tf32),
+            spec=config.spec(prompts.step, tf32=self.tf32),
             window=window,
             seeds=seeds,
-            keep_means=self._keep_means,
-            decode=self._decode,
+            keep_means=self.keep_means,
+            decode=self.decode,
         )
 
     def origin(self) -> dict[str, Any]:
         """Returns the shape of the latents and where the SDE window may lie."""
         return {
-            "latent_shape": list(self.model.latent_shape(self._config.spec())),
-            "window": list(self._config.window()),
-            "window_sharing": self._config.algo.window_sharing,
+            "latent_shape": list(self.model.latent_shape(self.config.spec())),
+            "window": list(self.config.window()),
+            "window_sharing": self.config.algo.window_sharing,
         }
 
     def check_rollout(self, batch: DiffusionBatch) -> None:
@@ -124,7 +111,7 @@ class ImageTask(Task):
                 "the rollout recorded no negative prompts, without which training would drop the "
                 f"guidance too (rollout.pipeline.{self.model.cfg_key}): use another engine"
             )
-        if self._keep_means and batch.prev_sample_mean is None:
+        if self.keep_means and batch.prev_sample_mean is None:
             raise ValueError(
                 "the correction, the loss or a criterion compares the means of the steps with "
                 "those of the rollout, which did not record any (prev_sample_mean): use another "
@@ -136,7 +123,7 @@ class ImageTask(Task):
     def observe(self, batch: DiffusionBatch, shown: Shown, step: int) -> MetricBag:
         """Measures latents, noise, prompts and pictures, with `observe_images`."""
         prompts, facts = shown.prompts, shown.facts
-        return observe_images(self.model, batch, prompts, facts, step, seeded=self._seeded)
+        return observe_images(self.model, batch, prompts, facts, step, seeded=self.seeded)
 
     @torch.no_grad()
     def sample(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from flowgrpo_rc.rollout.engine import TextRequest
 from flowgrpo_rc.training.tasks.task import Task
 
 
+@dataclass(eq=False)
 class TextTask(Task):
     """The task of a language model.
 
@@ -36,30 +37,26 @@ class TextTask(Task):
 
     model: CausalLM
     policy: TokenPolicy
+    config: RolloutConfig
+    _: KW_ONLY
+    tf32: bool = False
 
-    def __init__(
-        self, model: CausalLM, policy: TokenPolicy, config: RolloutConfig, *, tf32: bool = False
-    ) -> None:
-        """Takes the model, the trainer's own view of it, and how it is sampled."""
-        self.model = model
-        self.policy = policy
-        self._config = config
-        self._tf32 = tf32
-        self._held_out = replace(
-            config.token_spec(), temperature=config.val_kwargs.temperature, dtype=""
-        )
+    def __post_init__(self) -> None:
+        """Prepares the sampler of held-out responses."""
+        temperature = self.config.val_kwargs.temperature
+        self._held_out = replace(self.config.token_spec(), temperature=temperature, dtype="")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError for a prompt without a token, or with too many."""
         for prompt in prompts:
-            self.model.encode([prompt.text], max_length=self._config.prompt_length)
+            self.model.encode([prompt.text], max_length=self.config.prompt_length)
 
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> TextRequest:
         """Asks for `rollout.n` responses to each prompt."""
         return TextRequest(
             prompts=prompts,
-            samples_per_prompt=self._config.n,
-            spec=self._config.token_spec(tf32=self._tf32),
+            samples_per_prompt=self.config.n,
+            spec=self.config.token_spec(tf32=self.tf32),
             seeds=seeds,
         )
 
