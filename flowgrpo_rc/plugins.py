@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -139,6 +139,12 @@ def check_options(
     missing = [name for name in required if name not in options]
     if missing:
         raise ValueError(f"{where}: {cls.__name__} needs the option {', '.join(missing)}")
+
+
+def check_choice(key: str, value: str, allowed: Iterable[str]) -> None:
+    """Raises ValueError unless a setting has one of the allowed values."""
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r}: allowed are {', '.join(allowed)}")
 
 
 def load_function(path: str) -> Callable[..., Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowgrpo_rc.plugins import check_choice
+
 LORA_INITS = ("gaussian", "default")
 # Endings of files that hold the weights of a whole model, which other programs load.
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".bin", ".gguf")
@@ -63,41 +65,32 @@ class ModelConfig:
         Raises:
           ValueError: settings that cannot work, or that have no effect.
         """
-        if self.kind not in INDEX_FILES:
-            raise ValueError(f"model.kind={self.kind!r}: allowed are {', '.join(INDEX_FILES)}")
-        if self.dtype not in ("fp32", "bf16", "fp64"):
-            raise ValueError(f"model.dtype={self.dtype!r}: allowed are fp32, bf16, fp64")
+        check_choice("model.kind", self.kind, INDEX_FILES)
+        check_choice("model.dtype", self.dtype, ("fp32", "bf16", "fp64"))
+        check_choice("model.lora_init", self.lora_init, LORA_INITS)
         for key in ("lora_rank", "lora_alpha", "decode_batch_size"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 or_null = ", or null" if key == "decode_batch_size" else ""
                 raise ValueError(f"model.{key}={value}: give at least 1{or_null}")
-        if self.lora_init not in LORA_INITS:
-            raise ValueError(
-                f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}"
-            )
         for key in ("offload_idle", "decode_batch_size", "adapter"):
             value = getattr(self, key)
             if value not in (None, False) and self.kind != "diffusion":
                 given = "true" if value is True else value
-                raise ValueError(
-                    f"model.{key}={given} has no effect with model.kind={self.kind}: drop it"
-                )
+                raise ValueError(f"model.{key}={given} has no effect with model.kind={self.kind}")
         if not self.path:
             raise ValueError("model.path is empty: give a local folder or a hub id")
-        self._check_path()
+        self._check_path(Path(self.path).expanduser())
         if self.lora_path is not None and not Path(self.lora_path).expanduser().exists():
             raise ValueError(f"model.lora_path={self.lora_path}: there is no such file or folder")
 
-    def _check_path(self) -> None:
-        """Raises ValueError if `path` is neither the folder of a model nor a hub id by its form."""
-        folder = Path(self.path).expanduser()
+    def _check_path(self, folder: Path) -> None:
+        """Raises ValueError if it is neither the folder of a model nor a hub id by its form."""
         if folder.suffix in WEIGHT_FILES and not folder.is_dir():
             raise ValueError(
                 f"model.path={self.path} is a file of weights, and a folder with all parts of the "
-                "pipeline is needed. To make one, take the class of the model, such as "
-                "StableDiffusion3Pipeline, in Python: from diffusers import "
-                "StableDiffusion3Pipeline; StableDiffusion3Pipeline.from_single_file("
+                "pipeline is needed. To make one: from diffusers import StableDiffusion3Pipeline "
+                "(or another class); StableDiffusion3Pipeline.from_single_file("
                 f"{self.path!r}).save_pretrained('my_model'); then model.path=my_model"
             )
         if folder.exists():
@@ -108,6 +101,5 @@ class ModelConfig:
                 )
         elif self.hub_id() is None:
             raise ValueError(
-                f"model.path={self.path}: there is no such folder, and it has not the form of a "
-                "hub id"
+                f"model.path={self.path}: it is no folder, and has not the form of a hub id"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
-from flowgrpo_rc.models.layout import JOINT_ATTENTION, decode_picture, input_dtype
+from flowgrpo_rc.models.layout import JOINT_ATTENTION, decode_picture, run_transformer
 from flowgrpo_rc.models.packed import PackedModel
 
 
@@ -53,22 +53,18 @@ class Flux(PackedModel):
     def _predict(
         self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        assert text.pooled is not None, "FLUX conditioning has a pooled embedding"
         axes = (torch.arange(size, device=x.device) for size in (1, *self._patches(spec)))
         positions = torch.cartesian_prod(*axes).to(x.dtype)
         guidance = x.new_full((len(x),), spec.guidance_scale)
-        dtype = input_dtype(transformer)
-        predicted: Tensor = transformer(
-            hidden_states=x.to(dtype),
+        return run_transformer(
+            transformer,
+            x,
+            text,
             timestep=at / 1000,
             guidance=guidance if transformer.config.guidance_embeds else None,
-            pooled_projections=text.pooled.to(dtype),
-            encoder_hidden_states=text.embeds.to(dtype),
             txt_ids=positions.new_zeros(text.embeds.shape[1], 3),
             img_ids=positions,
-            return_dict=False,
-        )[0]
-        return predicted.float()
+        )
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         config = self.pipeline.vae.config

@@ -21,7 +21,7 @@ from flowgrpo_rc.models.layout import (
     JOINT_ATTENTION,
     check_size,
     decode_picture,
-    input_dtype,
+    run_transformer,
     shifted_schedule,
 )
 
@@ -118,19 +118,18 @@ class Flux2Klein(EditingModel):
         made = tokens.shape[1]
         if text.images is not None:
             tokens = torch.cat([tokens, text.images], dim=1)
-        dtype = input_dtype(transformer)
         length = torch.arange(text.embeds.shape[1], device=x.device)
         none = length.new_zeros(1)
-        predicted: Tensor = transformer(
-            hidden_states=tokens.to(dtype),
+        predicted = run_transformer(
+            transformer,
+            tokens,
+            text,
             timestep=at / 1000,
             guidance=None,
-            encoder_hidden_states=text.embeds.to(dtype),
             txt_ids=torch.cartesian_prod(none, none, none, length),
             img_ids=positions,
-            return_dict=False,
-        )[0]
-        return predicted[:, :made].float().transpose(1, 2).unflatten(2, x.shape[2:])
+        )
+        return predicted[:, :made].transpose(1, 2).unflatten(2, x.shape[2:])
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         return decode_picture(self.pipeline, self.vae_latents(latents))

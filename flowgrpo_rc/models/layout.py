@@ -12,7 +12,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from flowgrpo_rc.batch import SamplerSpec
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import Schedule
 
 # Linear layers that get a LoRA by default: where text and picture attend to each other, and where
@@ -46,6 +46,26 @@ def input_dtype(transformer: Any) -> torch.dtype:
         for name, parameter in transformer.named_parameters()
         if parameter.is_floating_point() and not any(part in name for part in kept)
     )
+
+
+def run_transformer(transformer: Any, x: Tensor, text: Conditioning, **inputs: Any) -> Tensor:
+    """Runs a transformer on states and embeddings of text, cast to its precision.
+
+    Timesteps and guidance among the other `inputs` stay in fp32, since 16 bits would round them.
+
+    Returns:
+      Its output, fp32.
+    """
+    dtype = input_dtype(transformer)
+    if text.pooled is not None:
+        inputs["pooled_projections"] = text.pooled.to(dtype)
+    predicted: Tensor = transformer(
+        hidden_states=x.to(dtype),
+        encoder_hidden_states=text.embeds.to(dtype),
+        return_dict=False,
+        **inputs,
+    )[0]
+    return predicted.float()
 
 
 def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
-from flowgrpo_rc.models.layout import JOINT_ATTENTION, input_dtype, unscaled
+from flowgrpo_rc.models.layout import JOINT_ATTENTION, run_transformer, unscaled
 from flowgrpo_rc.models.packed import PackedModel
 
 
@@ -40,16 +40,15 @@ class QwenFamily(PackedModel):
         sizes = text.image_sizes[0] if text.image_sizes else ()
         shapes = [(1, *size) for size in (self._patches(spec), *sizes)]
         tokens = x if text.images is None else torch.cat([x, text.images], dim=1)
-        dtype = input_dtype(transformer)
-        predicted: Tensor = transformer(
-            hidden_states=tokens.to(dtype),
+        predicted = run_transformer(
+            transformer,
+            tokens,
+            text,
             timestep=at / 1000,
-            encoder_hidden_states=text.embeds.to(dtype),
             encoder_hidden_states_mask=text.mask,
             img_shapes=[shapes] * len(x),
-            return_dict=False,
-        )[0]
-        return predicted[:, : x.shape[1]].float()
+        )
+        return predicted[:, : x.shape[1]]
 
     def _combine(self, guided: Tensor, unguided: Tensor, spec: SamplerSpec) -> Tensor:
         combined = super()._combine(guided, unguided, spec)

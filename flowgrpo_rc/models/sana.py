@@ -20,7 +20,7 @@ from flowgrpo_rc.models.layout import (
     check_flow,
     check_size,
     decode_picture,
-    input_dtype,
+    run_transformer,
 )
 
 # What Gemma is told before each prompt, but not before a negative one.
@@ -86,16 +86,10 @@ class Sana(FlowModel):
     def _predict(
         self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        assert text.mask is not None, "Sana's tokens have a mask"
-        dtype = input_dtype(transformer)
-        predicted: Tensor = transformer(
-            x.to(dtype),
-            encoder_hidden_states=text.embeds.to(dtype),
-            encoder_attention_mask=text.mask,
-            timestep=at * transformer.config.timestep_scale,
-            return_dict=False,
-        )[0]
-        return predicted.float()
+        timestep = at * transformer.config.timestep_scale
+        return run_transformer(
+            transformer, x, text, timestep=timestep, encoder_attention_mask=text.mask
+        )
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae

@@ -18,7 +18,7 @@ from flowgrpo_rc.models.layout import (
     check_size,
     decode_picture,
     dynamic_shift,
-    input_dtype,
+    run_transformer,
 )
 
 
@@ -69,16 +69,7 @@ class StableDiffusion3(FlowModel):
     def _predict(
         self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        assert text.pooled is not None, "SD3 conditioning has a pooled embedding"
-        dtype = input_dtype(transformer)
-        predicted: Tensor = transformer(
-            hidden_states=x.to(dtype),
-            timestep=at,
-            encoder_hidden_states=text.embeds.to(dtype),
-            pooled_projections=text.pooled.to(dtype),
-            return_dict=False,
-        )[0]
-        return predicted.float()
+        return run_transformer(transformer, x, text, timestep=at)
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         config = self.pipeline.vae.config

@@ -18,7 +18,7 @@ from flowgrpo_rc.models.layout import (
     SELF_AND_CROSS_ATTENTION,
     check_flow,
     check_size,
-    input_dtype,
+    run_transformer,
     unscaled,
 )
 
@@ -100,14 +100,7 @@ class Wan(FlowModel):
             # The transformer of Wan 2.2 TI2V takes a timestep for each token.
             num_tokens = x[0, 0].numel() // math.prod(self.transformer.config.patch_size)
             at = at.unsqueeze(1).expand(-1, num_tokens)
-        dtype = input_dtype(transformer)
-        predicted: Tensor = transformer(
-            hidden_states=x.to(dtype),
-            timestep=at,
-            encoder_hidden_states=text.embeds.to(dtype),
-            return_dict=False,
-        )[0]
-        return predicted.float()
+        return run_transformer(transformer, x, text, timestep=at)
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from flowgrpo_rc.batch import SamplerSpec, TokenSpec
 from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, sliding_start, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
-from flowgrpo_rc.plugins import check_engine_name
+from flowgrpo_rc.plugins import check_choice, check_engine_name
 from flowgrpo_rc.rollout.faster_dtype import AUTO
 from flowgrpo_rc.rollout.quantization import precision
 
@@ -43,6 +42,14 @@ LEAST = {
     "val_kwargs.guidance_scale_2": 0,
     "val_kwargs.n": 1,
     "val_kwargs.batch_size": 1,
+}
+# The values of settings that are words.
+ALLOWED = {
+    "dtype": (*ROLLOUT_DTYPES, AUTO),
+    "algo.sde_type": KINDS,
+    "algo.log_prob_convention": CONVENTIONS,
+    "algo.window_sharing": SHARING,
+    "algo.tail": TAILS,
 }
 
 
@@ -214,16 +221,11 @@ class RolloutConfig:
 
     def held_out_spec(self) -> SamplerSpec:
         """Returns the sampler of evaluation: the ODE, in the trainer's own precision."""
-        held_out = self.val_kwargs
-        scales: dict[str, Any] = {}
-        for name in ("true_cfg_scale", "guidance_scale_2"):
-            own = getattr(held_out, name)
-            scales[name] = getattr(self.pipeline, name) if own is None else own
+        names = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "guidance_scale_2")
+        own = {name: getattr(self.val_kwargs, name) for name in names}
         return replace(
             self.spec(),
-            num_inference_steps=held_out.num_inference_steps,
-            guidance_scale=held_out.guidance_scale,
-            **scales,
+            **{name: value for name, value in own.items() if value is not None},
             noise_level=0.0,
             sde_type="sde",
             log_prob_convention="gaussian",
@@ -246,10 +248,9 @@ class RolloutConfig:
 
     def window(self) -> tuple[int, int, int]:
         """Returns (size, first, last) of the SDE window. ValueError if it does not fit."""
-        algo = self.algo
+        algo, steps = self.algo, self.pipeline.num_inference_steps
         if algo.sde_window_size == 0:
             return 0, 0, 0
-        steps = self.pipeline.num_inference_steps
         return window_bounds(steps, algo.sde_window_size, algo.sde_window_range, algo.sde_type)
 
     def window_at(self, step: int) -> tuple[int, int, int]:
@@ -258,10 +259,9 @@ class RolloutConfig:
         A sliding window has one place; others are drawn between first and last.
         """
         size, first, last = self.window()
-        algo = self.algo
-        if algo.sde_window_interval is None:
+        interval = self.algo.sde_window_interval
+        if interval is None:
             return size, first, last
-        interval = algo.sde_window_interval
         start = sliding_start(step, size=size, first=first, last=last, interval=interval)
         return size, start, start + size
 
@@ -279,12 +279,12 @@ class RolloutConfig:
     def validate(self) -> None:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
         check_engine_name(PACKAGE, self.name, "rollout.name")
-        _one_of("rollout.dtype", self.dtype, (*ROLLOUT_DTYPES, AUTO))
+        for key, allowed in ALLOWED.items():
+            check_choice(f"rollout.{key}", attrgetter(key)(self), allowed)
         for key, least in LEAST.items():
             value = attrgetter(key)(self)
             if value is not None and value < least:
                 raise ValueError(f"rollout.{key}={value}: give at least {least}")
-        self._check_workers()
         if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
             raise ValueError(
                 f"rollout.temperature={self.temperature}, "
@@ -294,12 +294,9 @@ class RolloutConfig:
         images, pixels = self.pipeline.condition_images, self.pipeline.condition_pixels
         if images == 0 and pixels != PipelineConfig.condition_pixels:
             raise ValueError(
-                f"rollout.pipeline.condition_pixels={pixels} has no effect without condition "
-                "images: set rollout.pipeline.condition_images, or drop it"
+                f"rollout.pipeline.condition_pixels={pixels} has no effect without "
+                "rollout.pipeline.condition_images"
             )
-        _one_of("rollout.algo.sde_type", self.algo.sde_type, KINDS)
-        _one_of("rollout.algo.log_prob_convention", self.algo.log_prob_convention, CONVENTIONS)
-        _one_of("rollout.algo.window_sharing", self.algo.window_sharing, SHARING)
         if self.algo.log_prob_convention == "peers" and self.algo.sde_type != "cps":
             raise ValueError(
                 "rollout.algo.log_prob_convention=peers exists for rollout.algo.sde_type=cps only"
@@ -312,18 +309,18 @@ class RolloutConfig:
             )
         if not self.calculate_log_probs:
             raise ValueError(
-                "rollout.calculate_log_probs=false leaves nothing to correct with, in bypass mode "
-                "not even an old policy: set it to true"
+                "rollout.calculate_log_probs=false leaves nothing to correct with: set it to true"
             )
+        self._check_workers()
         self.window()
-        self._check_ode()
-        self._check_sliding()
+        if self.algo.sde_window_size == 0:
+            self._check_ode()
+        if self.algo.sde_window_interval is not None:
+            self._check_sliding()
         self._check_tail()
 
     def _check_ode(self) -> None:
-        """Refuses settings of stochastic steps where there are none."""
-        if self.algo.sde_window_size != 0:
-            return
+        """Refuses settings of stochastic steps, of which there are none."""
         ode = ("sde_window_size", "tail")
         for name, default in vars(AlgoConfig()).items():
             value = getattr(self.algo, name)
@@ -337,20 +334,17 @@ class RolloutConfig:
     def _check_sliding(self) -> None:
         """Refuses settings of a sliding window that are wrong or have no effect."""
         algo = self.algo
-        interval = algo.sde_window_interval
-        if interval is None:
-            return
         if algo.window_sharing != AlgoConfig.window_sharing:
             raise ValueError(
-                f"rollout.algo.window_sharing={algo.window_sharing} has no effect with "
-                "rollout.algo.sde_window_interval: all samples share a sliding window; drop it"
+                f"rollout.algo.window_sharing={algo.window_sharing} has no effect: all samples "
+                "share a sliding window (rollout.algo.sde_window_interval)"
             )
         size, first, last = self.window()
         if first + size >= last:
             raise ValueError(
-                f"rollout.algo.sde_window_interval={interval} has no effect: a window of {size} "
-                f"steps cannot move in rollout.algo.sde_window_range=[{first}, {last}]; widen the "
-                "range or drop it"
+                f"rollout.algo.sde_window_interval={algo.sde_window_interval} has no effect: a "
+                f"window of {size} steps cannot move in rollout.algo.sde_window_range=[{first}, "
+                f"{last}]"
             )
 
     def _check_workers(self) -> None:
@@ -366,26 +360,19 @@ class RolloutConfig:
             )
         if self.workers == 0 and self.ray_address is not None:
             raise ValueError(
-                f"rollout.ray_address={self.ray_address} has no effect without workers: set "
-                "rollout.workers, or drop it"
+                f"rollout.ray_address={self.ray_address} has no effect without rollout.workers"
             )
 
     def _check_tail(self) -> None:
         algo = self.algo
-        _one_of("rollout.algo.tail", algo.tail, TAILS)
         length = self.pipeline.num_inference_steps - self.window_at(1)[2]
         if algo.tail != "euler" and length == 0:
             raise ValueError(
                 f"rollout.algo.tail={algo.tail} has no effect: no step lies behind "
-                "rollout.algo.sde_window_range; end the range earlier"
+                "rollout.algo.sde_window_range"
             )
         if algo.shared_prefix and algo.window_sharing == "sample":
             raise ValueError(
                 "rollout.algo.shared_prefix=true needs samples of a prompt with the same window: "
                 "set rollout.algo.window_sharing to group or batch"
             )
-
-
-def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{key}={value!r}: allowed are {', '.join(allowed)}")

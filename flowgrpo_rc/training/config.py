@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from flowgrpo_rc.core.advantages import ESTIMATORS
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
-from flowgrpo_rc.plugins import install_hint
+from flowgrpo_rc.plugins import check_choice, install_hint
 
 OLD_LOG_PROBS = ("auto", "recompute")
 REPLAYS = ("any", "aligned")
@@ -49,24 +49,18 @@ class AlgorithmConfig:
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
-        if self.adv_estimator not in ESTIMATORS:
-            raise ValueError(
-                f"algorithm.adv_estimator={self.adv_estimator!r}: allowed are "
-                f"{', '.join(ESTIMATORS)}"
-            )
+        check_choice("algorithm.adv_estimator", self.adv_estimator, ESTIMATORS)
         if self.adv_estimator == "gdpo":
             for name in ("norm_adv_by_std_in_grpo", "global_std"):
                 value = getattr(self, name)
                 if value is not None:
                     raise ValueError(
-                        f"algorithm.{name}={value} has no effect with "
-                        "algorithm.adv_estimator=gdpo: drop it"
+                        f"algorithm.{name}={value} has no effect with algorithm.adv_estimator=gdpo"
                     )
         if self.global_std and not self.norm_by_std:
             raise ValueError(
-                "algorithm.global_std=true has no effect where no standard deviation is divided "
-                "by: drop it, or set algorithm.norm_adv_by_std_in_grpo=true "
-                f"(algorithm.adv_estimator={self.adv_estimator})"
+                "algorithm.global_std=true has no effect: by algorithm.norm_adv_by_std_in_grpo or "
+                f"algorithm.adv_estimator={self.adv_estimator}, no deviation is divided by"
             )
         self.rollout_correction.validate()
 
@@ -94,8 +88,8 @@ class OptimConfig:
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"actor.optim.name={self.name!r}: allowed are {', '.join(OPTIMIZERS)}")
+        check_choice("actor.optim.name", self.name, OPTIMIZERS)
+        check_choice("actor.optim.lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
         if self.name == "adamw_8bit" and find_spec("torchao") is None:
             raise ValueError(
                 f"actor.optim.name=adamw_8bit needs torchao: {install_hint('quantization')}"
@@ -109,11 +103,6 @@ class OptimConfig:
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"actor.optim.betas={self.betas}: give two numbers from 0 to below 1")
-        if self.lr_scheduler not in LR_SCHEDULERS:
-            raise ValueError(
-                f"actor.optim.lr_scheduler={self.lr_scheduler!r}: allowed are "
-                f"{', '.join(LR_SCHEDULERS)}"
-            )
 
 
 @dataclass(kw_only=True)
@@ -191,11 +180,8 @@ class ActorConfig:
                 f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more "
                 "than 0"
             )
-        for name, allowed in (("old_log_probs", OLD_LOG_PROBS), ("replay", REPLAYS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"actor.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}"
-                )
+        check_choice("actor.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
+        check_choice("actor.replay", self.replay, REPLAYS)
         self.diffusion_loss.validate()
         self.token_loss.validate()
         self.optim.validate()
