@@ -16,8 +16,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from flowgrpo_rc.export.model_card import CARD_NAME
-from flowgrpo_rc.models.lora_files import EXPORT_NAMES
-from flowgrpo_rc.models.peft_files import CONFIG_NAME
+from flowgrpo_rc.models.lora_files import CONFIG_NAME, EXPORT_NAMES
 from flowgrpo_rc.redaction import redact
 
 UPLOADED = (*EXPORT_NAMES.values(), CONFIG_NAME, CARD_NAME)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora_files import export_name, file_key
+from flowgrpo_rc.models.lora_files import TENSORS_NAME, export_name, file_key, peft_files
 from flowgrpo_rc.models.networks import FIRST, by_transformer
-from flowgrpo_rc.models.peft_files import TENSORS_NAME, peft_files
 
 
 def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
@@ -65,7 +64,7 @@ def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, path
         described = {f"transformer.{key}": value for key, value in fields.items()}
         metadata[LORA_ADAPTER_METADATA_KEY] = json.dumps(described, sort_keys=True)
     content = {
-        file_key(name, config): tensor.detach().cpu().contiguous()
+        file_key(name, config.kind): tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
     }
     write_atomic(path, save(content, metadata=metadata))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from flowgrpo_rc.libraries import loading
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
-from flowgrpo_rc.models.hub import model_file
+from flowgrpo_rc.models.index import model_file
 
 
 class CausalLM:

@@ -1,11 +1,22 @@
-"""model_index.json, which says what a pipeline of diffusers consists of."""
+"""Small files of a model, in a local folder or on the Hugging Face Hub, and model_index.json, which
+says what a pipeline of diffusers consists of.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
-from flowgrpo_rc.models.hub import model_file
 from flowgrpo_rc.reading import read_mapping
 
 # How model_index.json writes a component that is not there.
@@ -23,7 +34,8 @@ def read_index(config: ModelConfig) -> dict[str, Any]:
             f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}"
         ) from error
     for name, value in index.items():
-        if not (name.startswith("_") or _is_component(value) or _is_setting(value)):
+        is_setting = value is None or isinstance(value, bool | int | float)
+        if not (name.startswith("_") or is_setting or _is_component(value)):
             raise ValueError(
                 f"model.path={config.path}: its {name} is {value}, which is neither a library and "
                 f"a class, nor a setting, in {INDEX_FILES['diffusion']}"
@@ -49,5 +61,45 @@ def _is_component(value: Any) -> bool:
     return value == ABSENT or all(isinstance(word, str) for word in value)
 
 
-def _is_setting(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float)
+def model_file(path: str, name: str) -> Path:
+    """Finds a file of the model at `model.path`, and fetches it if it is on the Hub.
+
+    Raises:
+      ValueError: it cannot be had. The message says whether the network, the access or the file is
+        missing.
+    """
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return folder / name
+    try:
+        return Path(hf_hub_download(path, name))
+    except LocalEntryNotFoundError as error:
+        refused = isinstance(error.__cause__, HfHubHTTPError)
+        why = f"the Hub refuses {name}: {error.__cause__}" if refused else _no_network(path)
+        raise ValueError(f"model.path={path}: {why}") from error
+    except EntryNotFoundError as error:
+        raise ValueError(f"model.path={path}: this repository of the Hub has no {name}") from error
+    except GatedRepoError as error:
+        raise ValueError(
+            f"model.path={path}: the Hub asks you to accept the licence of this model: do so at "
+            f"{constants.ENDPOINT}/{path}, then log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"model.path={path}: the Hub shows no such repository to you: correct the id, or, if "
+            "it is private, log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ValueError(f"model.path={path}: the Hub refuses {name}: {error}") from error
+
+
+def _no_network(path: str) -> str:
+    """Returns why a file that is not in the cache could not be fetched, and what helps."""
+    why = f"it is not in the local cache, and {constants.ENDPOINT} cannot be reached"
+    if constants.HF_HUB_OFFLINE:
+        why = "it is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it"
+    return (
+        f"{why}; there is no local folder of this name either. On a machine with network: "
+        f"hf download {path} --local-dir my_model; then copy the folder here and give it as "
+        "model.path"
+    )

@@ -1,30 +1,35 @@
 """The files that a LoRA is exported to: their names and keys, and loading one to train it further.
 
 Diffusion models have one file in the format of diffusers, language models two files in the format
-of peft (`peft_files`). `flowgrpo_rc.export` writes them.
+of peft, which transformers and vLLM read. `flowgrpo_rc.export` writes them.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft import LoraConfig
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.networks import FIRST, transformers
-from flowgrpo_rc.models.peft_files import ADAPTER as ADAPTER
-from flowgrpo_rc.models.peft_files import CONFIG_NAME, PREFIX, TENSORS_NAME
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 
+# The LoRA's name in the parameters of a network, `....lora_A.default.weight`. Files leave it out.
+ADAPTER = "default"
+CONFIG_NAME = "adapter_config.json"
+TENSORS_NAME = "adapter_model.safetensors"
 EXPORT_NAMES = {"diffusion": "pytorch_lora_weights.safetensors", "causal_lm": TENSORS_NAME}
 # A second transformer has a file of its own, in a folder with the component's name: loaders of
 # diffusers read one transformer from a file, and expect its keys to begin with `transformer.`.
-_PREFIXES = {"diffusion": "transformer.", "causal_lm": PREFIX}
+_PREFIXES = {"diffusion": "transformer.", "causal_lm": "base_model.model."}
 # Settings of peft that change what the tensors mean; nothing here computes with them.
 _UNKNOWN_TO_US = (
     "use_rslora",
@@ -52,35 +57,30 @@ def load_export(network: nn.Module, config: ModelConfig) -> None:
         The message names the first difference.
     """
     folder = Path(config.lora_path or "").expanduser()
-    parts = transformers(network)
+    parts = {export_name(config, name): part for name, part in transformers(network).items()}
     if len(parts) > 1 and folder.is_file():
         raise ValueError(
             f"model.lora_path={config.lora_path} is the LoRA of one transformer, and the model has "
-            f"{len(parts)}: give the folder with {', '.join(_files(config, parts))}"
+            f"{len(parts)}: give the folder with {', '.join(parts)}"
         )
-    for file, part in zip(_files(config, parts), parts.values(), strict=True):
+    for file, part in parts.items():
         path = folder / file if folder.is_dir() else folder
         if not path.is_file():
             raise ValueError(f"model.lora_path={config.lora_path}: there is no {file}")
         _load_file(path, part, config)
 
 
-def _files(config: ModelConfig, components: Iterable[str]) -> list[str]:
-    return [export_name(config, component) for component in components]
-
-
 def _load_file(path: Path, network: nn.Module, config: ModelConfig) -> None:
     """Copies the LoRA of one file into one transformer, or into a language model."""
     with blaming(f"model.lora_path={config.lora_path}"):
         stored, described = _read(path)
-        is_text = config.kind == "causal_lm"
-        scale = _peft_scale(path, config) if is_text else _diffusers_scale(described)
+        scale = _peft_scale(path) if config.kind == "causal_lm" else _diffusers_scale(described)
         if not math.isfinite(scale):
             raise ValueError(f"alpha / rank is {scale}")
     # Networks scale by alpha / rank of the configuration, so B takes up the difference.
     factor = scale / (config.lora_alpha / config.lora_rank)
     expected = {
-        file_key(name, config): p for name, p in network.named_parameters() if p.requires_grad
+        file_key(name, config.kind): p for name, p in network.named_parameters() if p.requires_grad
     }
     if stored.keys() != expected.keys():
         different = sorted(stored.keys() ^ expected.keys())
@@ -110,9 +110,46 @@ def _read(path: Path) -> tuple[dict[str, Tensor], str]:
     return stored, described
 
 
-def file_key(name: str, config: ModelConfig) -> str:
+def file_key(name: str, kind: str) -> str:
     """Returns the name in the file of a parameter of a transformer or a language model."""
-    return f"{_PREFIXES[config.kind]}{name.replace(f'.{ADAPTER}.', '.')}"
+    return f"{_PREFIXES[kind]}{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+def peft_files(
+    state: Mapping[str, Tensor],
+    *,
+    rank: int,
+    alpha: int,
+    target_modules: Sequence[str],
+    base: str,
+) -> dict[str, bytes]:
+    """Makes the contents of both files, by their names.
+
+    Args:
+      state: the tensors of the LoRA by their names in the network.
+      rank: inner dimension of the LoRA.
+      alpha: the LoRA is added with strength alpha / rank.
+      target_modules: name endings of the layers that have a LoRA.
+      base: path or hub id of the base model.
+    """
+    described = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(target_modules),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).to_dict()
+    # peft holds a set, which has no order; equal runs shall write equal files.
+    described["target_modules"] = sorted(described["target_modules"])
+    tensors = {
+        file_key(name, "causal_lm"): tensor.detach().cpu().contiguous()
+        for name, tensor in state.items()
+    }
+    return {
+        CONFIG_NAME: (json.dumps(described, indent=2, sort_keys=True) + "\n").encode(),
+        TENSORS_NAME: save(tensors, metadata={"format": "pt"}),
+    }
 
 
 def _diffusers_scale(metadata: str) -> float:
@@ -123,18 +160,15 @@ def _diffusers_scale(metadata: str) -> float:
     return float(described["transformer.lora_alpha"] / described["transformer.r"])
 
 
-def _peft_scale(path: Path, config: ModelConfig) -> float:
+def _peft_scale(path: Path) -> float:
     """alpha / rank of the settings that peft keeps in a file beside the tensors."""
     file = path.parent / CONFIG_NAME
     if not file.is_file():
-        raise ValueError(
-            f"model.lora_path={config.lora_path}: there is no {CONFIG_NAME} beside {path.name}"
-        )
+        raise ValueError(f"there is no {CONFIG_NAME} beside {path.name}")
     described = read_mapping(file)
     unknown = [name for name in _UNKNOWN_TO_US if described.get(name)]
     if unknown:
         raise ValueError(
-            f"model.lora_path={config.lora_path}: {CONFIG_NAME} sets {', '.join(unknown)}; only a "
-            "plain LoRA can be trained further"
+            f"{CONFIG_NAME} sets {', '.join(unknown)}; only a plain LoRA can be trained further"
         )
     return float(described["lora_alpha"] / described["r"])

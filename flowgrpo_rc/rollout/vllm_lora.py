@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowgrpo_rc.models.peft_files import peft_files
+from flowgrpo_rc.models.lora_files import peft_files
 from flowgrpo_rc.rollout.engine import EngineError
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vLLM makes room for

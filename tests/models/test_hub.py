@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
-from flowgrpo_rc.models.hub import model_file
+from flowgrpo_rc.models.index import model_file
 
 NAME = "model_index.json"
 
