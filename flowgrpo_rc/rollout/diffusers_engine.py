@@ -6,26 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch, PromptBatch, SamplerSpec
+from flowgrpo_rc.batch import Conditioning, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.image_chunk import image_chunk
 from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
 
 
 class DiffusersEngine(ReplicaEngine[ImageRequest]):
-    """Samples with a copy of the LoRA-wrapped transformer; the rest belongs to the shared model.
+    """Samples with a copy of the LoRA-wrapped transformer.
 
-    Args:
-      model: the trainer's model: VAE, text encoders and scheduler.
-      network: its transformer with the LoRA.
-      dtype: precision of the copy.
-      chunk_size: samples in one forward.
-      quantization: of the copy's frozen weights, a key of `quantizations`.
-      compile: compile the copy's blocks.
-      merge_lora: add the LoRA to the copy's weights.
+    VAE, text encoders and scheduler are those of the trainer's model.
     """
 
     kind = "diffusion"
@@ -79,44 +73,29 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
     ) -> RolloutChunk:
         spec = request.spec
         device = self._model.device
-        version = self._replica.version
         seeds = request.seeds[rows.start : rows.stop]
         prompt_index = torch.tensor(
             [row // request.samples_per_prompt for row in rows], device=device
         )
-        window = request.window[rows.start : rows.stop].to(device)
         shape = self._model.latent_shape(spec)
         trajectory = self._policy.rollout(
             normal(shape, request.latent_seeds[rows.start : rows.stop], "latents").to(device),
             conditioning[prompt_index],
             None if negative is None else negative[prompt_index],
             spec,
-            window,
+            request.window[rows.start : rows.stop].to(device),
             # It follows from seed and step alone, so that chunks and workers do not matter.
             lambda step: normal(shape, seeds, "step", step).to(device),
             group=prompt_index,
             keep_means=request.keep_means,
         )
-        schedule = trajectory.schedule
-        slots = torch.tensor(request.prompts.slots, device=device)
-        batch = DiffusionBatch(
+        return image_chunk(
+            self._model,
+            request,
+            rows,
+            trajectory,
+            conditioning,
+            negative,
             spec=self._replica.spec(spec),
-            all_latents=trajectory.window_latents,
-            all_timesteps=schedule.timesteps[window],
-            step_indices=window,
-            sigmas=schedule.sigmas,
-            rollout_log_probs=trajectory.log_probs,
-            prev_sample_mean=trajectory.means,
-            conditioning=conditioning,
-            negative=negative,
-            prompt_index=prompt_index,
-            group=slots[prompt_index],
-            seed=torch.tensor(seeds, device=device),
-            policy_version=torch.full_like(prompt_index, version),
-        )
-        final = trajectory.final
-        prompts = [request.prompt_of(row) for row in rows]
-        images = self._model.decode(final, spec) if request.decode else None
-        return RolloutChunk(
-            batch=batch, samples=images, prompts=prompts, policy_version=version, latents=final
+            version=self._replica.version,
         )

@@ -15,16 +15,7 @@ from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
 
 
 class TransformersEngine(ReplicaEngine[TextRequest]):
-    """Samples with a copy of the LoRA-wrapped network.
-
-    Args:
-      model: the trainer's model with its tokenizer.
-      network: its network with the LoRA.
-      dtype: precision of the copy.
-      chunk_size: responses in one forward.
-      quantization: of the copy's frozen weights, a key of `quantizations`.
-      merge_lora: add the LoRA to the copy's weights.
-    """
+    """Samples with a copy of the LoRA-wrapped network."""
 
     kind = "causal_lm"
 

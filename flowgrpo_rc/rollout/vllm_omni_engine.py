@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.distributed.memory import free_memory
-from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.models.base import DTYPES, FlowModel, Schedule
 from flowgrpo_rc.plugins import install_hint
+from flowgrpo_rc.policies.flow import Trajectory
 from flowgrpo_rc.rollout.engine import (
     EngineLost,
     ImageRequest,
@@ -28,6 +29,7 @@ from flowgrpo_rc.rollout.engine import (
     RolloutEngine,
     check_tensors,
 )
+from flowgrpo_rc.rollout.image_chunk import image_chunk
 from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
@@ -205,7 +207,16 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
                 break
             rows = range(start, start + reply.fields["count"])
             if start >= first:
-                yield self._chunk(request, reply, rows, conditioning, negative)
+                yield image_chunk(
+                    self._model,
+                    request,
+                    rows,
+                    _trajectory(reply.tensors, device),
+                    conditioning,
+                    negative,
+                    spec=SamplerSpec(**reply.fields["spec"]),
+                    version=self._version,
+                )
             start = rows.stop
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
@@ -299,46 +310,12 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         }
         return "generate", fields, tensors
 
-    def _chunk(
-        self,
-        request: ImageRequest,
-        reply: Message,
-        rows: range,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-    ) -> RolloutChunk:
-        device = self._model.device
-        prompts = [request.prompt_of(row) for row in rows]
-        tensors = {name: tensor.to(device) for name, tensor in reply.tensors.items()}
-        prompt_index = torch.tensor(
-            [row // request.samples_per_prompt for row in rows], device=device
-        )
-        window = request.window[rows.start : rows.stop].to(device)
-        spec = SamplerSpec(**reply.fields["spec"])
-        batch = DiffusionBatch(
-            spec=spec,
-            all_latents=tensors["window_latents"],
-            all_timesteps=tensors["timesteps"][window],
-            step_indices=window,
-            sigmas=tensors["sigmas"],
-            rollout_log_probs=tensors["log_probs"],
-            prev_sample_mean=tensors.get("means"),
-            conditioning=conditioning,
-            negative=negative,
-            prompt_index=prompt_index,
-            group=torch.tensor(request.prompts.slots, device=device)[prompt_index],
-            seed=torch.tensor(request.seeds[rows.start : rows.stop], device=device),
-            policy_version=torch.full_like(prompt_index, self._version),
-        )
-        final = tensors["final"]
-        images = self._model.decode(final, spec) if request.decode else None
-        return RolloutChunk(
-            batch=batch,
-            samples=images,
-            prompts=prompts,
-            policy_version=self._version,
-            latents=final,
-        )
+
+def _trajectory(tensors: Mapping[str, Tensor], device: torch.device) -> Trajectory:
+    """Returns what a chunk's reply holds."""
+    own = {name: tensor.to(device) for name, tensor in tensors.items()}
+    schedule = Schedule(own.pop("sigmas"), own.pop("timesteps"))
+    return Trajectory(schedule=schedule, **{"means": None} | own)
 
 
 def _conditioning(

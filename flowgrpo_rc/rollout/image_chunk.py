@@ -1,0 +1,60 @@
+"""Samples of pictures as an engine returns them."""
+
+from __future__ import annotations
+
+import torch
+
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.policies.flow import Trajectory
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+
+
+def image_chunk(
+    model: FlowModel,
+    request: ImageRequest,
+    rows: range,
+    trajectory: Trajectory,
+    conditioning: Conditioning,
+    negative: Conditioning | None,
+    *,
+    spec: SamplerSpec,
+    version: int,
+) -> RolloutChunk:
+    """Makes a chunk of the sampled `rows` of a request, decoded if it asks for that.
+
+    Args:
+      model: decodes the samples.
+      request: what was asked for.
+      rows: the rows of it that were sampled.
+      trajectory: the record of these rows.
+      conditioning: the encoded prompts of the whole request, [P].
+      negative: their encoded negative prompts, [P]; None without guidance.
+      spec: how the rows were really sampled.
+      version: of the weights that sampled them.
+    """
+    device = model.device
+    prompt_index = torch.tensor([row // request.samples_per_prompt for row in rows], device=device)
+    window = request.window[rows.start : rows.stop].to(device)
+    batch = DiffusionBatch(
+        spec=spec,
+        all_latents=trajectory.window_latents,
+        all_timesteps=trajectory.schedule.timesteps[window],
+        step_indices=window,
+        sigmas=trajectory.schedule.sigmas,
+        rollout_log_probs=trajectory.log_probs,
+        prev_sample_mean=trajectory.means,
+        conditioning=conditioning,
+        negative=negative,
+        prompt_index=prompt_index,
+        group=torch.tensor(request.prompts.slots, device=device)[prompt_index],
+        seed=torch.tensor(request.seeds[rows.start : rows.stop], device=device),
+        policy_version=torch.full_like(prompt_index, version),
+    )
+    return RolloutChunk(
+        batch=batch,
+        samples=model.decode(trajectory.final, spec) if request.decode else None,
+        prompts=[request.prompt_of(row) for row in rows],
+        policy_version=version,
+        latents=trajectory.final,
+    )
