@@ -34,18 +34,17 @@ def check_device(
     """Refuses a quantization that cannot run on a device or is of no use; warns of a slow one."""
     if quantization == "int8_dynamic":
         check_int8_products(device)
-    if device.type != "cuda":
-        return
-    if quantization == "int4" and dtype != "bf16":
-        raise ValueError(
-            f"rollout.quantization=int4 on a GPU needs rollout.dtype=bf16, not {dtype}"
-        )
-    if quantization == "int4":
+    on_gpu = device.type == "cuda"
+    if quantization == "int4" and on_gpu:
+        if dtype != "bf16":
+            raise ValueError(
+                f"rollout.quantization=int4 on a GPU needs rollout.dtype=bf16, not {dtype}"
+            )
         logger.warning(
-            "rollout.quantization=int4: its kernel on a GPU is made for a few rows at once, as in "
-            "decoding text, so that rollouts may be slower than in bf16; it saves memory"
+            "rollout.quantization=int4: its kernel on a GPU is made for few rows, so that rollouts "
+            "may be slower than in bf16; it saves memory"
         )
-    if quantization == "int8_dynamic" and not compiles:
+    if quantization == "int8_dynamic" and on_gpu and not compiles:
         # torchao.kernel.intmm looks at the text of each input.
         raise ValueError(
             "rollout.quantization=int8_dynamic on a GPU needs rollout.compile=true: without it "
@@ -65,13 +64,11 @@ def check_int8_products(device: torch.device) -> None:
     # an offset of the inputs, which such kernels add, takes it beyond.
     left = torch.full((64, 256), 127, dtype=torch.int8)
     right = torch.full((256, 128), 127, dtype=torch.int8)
-    wrong = int((torch._int_mm(left, right) != 256 * 127 * 127).sum())
-    if wrong:
+    if (torch._int_mm(left, right) != 256 * 127 * 127).any():
         raise ValueError(
-            "rollout.quantization=int8_dynamic: this processor's integer kernels overflow (wrong "
-            f"are {wrong} of the {64 * 128} numbers of a test product). They need VNNI, which the "
-            "processor lacks or ONEDNN_MAX_CPU_ISA forbids. Set rollout.quantization=int8, which "
-            "multiplies in rollout.dtype, or null"
+            "rollout.quantization=int8_dynamic: this processor's integer kernels overflow; they "
+            "need VNNI, which it lacks or ONEDNN_MAX_CPU_ISA forbids. Set rollout.quantization=int8, "
+            "which multiplies in rollout.dtype, or null"
         )
 
 
@@ -91,13 +88,17 @@ def quantize(network: nn.Module, name: str) -> None:
 
 
 def plain_layers(network: nn.Module) -> int:
-    """Counts the linear layers of the blocks whose weights are plain floating-point tensors.
+    """Counts the linear layers of the blocks whose weights are not quantized."""
+    return sum(not is_quantized(layer.weight) for layer in quantized_layers(network))
 
-    torchao puts tensors of its own classes in the place of what it quantizes.
-    """
-    weights = [layer.weight for layer in quantized_layers(network)]
-    return sum(
-        type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() for weight in weights
+
+def is_quantized(weight: Tensor) -> bool:
+    """Says whether a weight is in 8 bits or fewer, packed in integers, or a tensor of torchao."""
+    return (
+        weight.element_size() == 1
+        or not weight.is_floating_point()
+        # They report the precision that they had before.
+        or type(weight).__module__.startswith("torchao.")
     )
 
 
@@ -132,12 +133,13 @@ def linear_layers(block: nn.Module) -> Iterator[nn.Linear]:
 def _torchao_config(name: str, device: torch.device) -> Any:
     from torchao import quantization as ao
 
-    if name == "int8":
-        return ao.Int8WeightOnlyConfig(set_inductor_config=False)
-    if name == "fp8":
-        return ao.Float8WeightOnlyConfig(set_inductor_config=False)
-    if name == "int8_dynamic":
-        return ao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    kinds = {
+        "int8": ao.Int8WeightOnlyConfig,
+        "fp8": ao.Float8WeightOnlyConfig,
+        "int8_dynamic": ao.Int8DynamicActivationInt8WeightConfig,
+    }
+    if name in kinds:
+        return kinds[name](set_inductor_config=False)
     if device.type == "cuda":
         return ao.Int4WeightOnlyConfig(
             group_size=INT4_GROUP,

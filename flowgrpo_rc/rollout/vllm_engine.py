@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -64,10 +65,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
         enforce_eager: bool = False,
         quantization: str | None = None,
     ) -> None:
-        try:
-            import vllm
-        except ImportError as error:
-            raise ImportError(_missing()) from error
+        import vllm
+
         self._vllm = vllm
         self._model = model
         self._dtype = dtype
@@ -112,7 +111,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
     ) -> None:
         """Raises ImportError if vLLM is not installed."""
         if find_spec("vllm") is None:
-            raise ImportError(_missing())
+            raise ImportError(f"vLLM is not installed: {install_hint('vllm')}")
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
         """Samples all responses at once, then yields them in chunks."""
@@ -159,13 +158,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
         seeds = request.seeds[chosen.start : chosen.stop]
         params = [self._sampling_params(spec, seed) for seed in seeds]
         completions = self._complete([prompts[row] for row in rows], params)
-        responses = [
-            torch.tensor(completion.token_ids, dtype=torch.long) for completion in completions
-        ]
-        log_probs = [
-            torch.tensor(completion.logprobs.logprobs, dtype=torch.float32)
-            for completion in completions
-        ]
+        responses = [torch.tensor(each.token_ids, dtype=torch.long) for each in completions]
+        log_probs = [torch.tensor(each.logprobs.logprobs).float() for each in completions]
         # At temperature 0 the likeliest token has probability 1; vLLM reports that at 1 instead.
         if spec.temperature == 0:
             log_probs = [torch.zeros_like(values) for values in log_probs]
@@ -216,11 +210,12 @@ class VllmEngine(RolloutEngine[TextRequest]):
         Random weights in those modules must change the log-probability of a fixed prompt.
         """
         base = self._probe()
-        for kind in sorted({module_of(name).rpartition(".")[2] for name in self._shapes}):
-            names = [name for name in self._shapes if module_of(name).rpartition(".")[2] == kind]
-            self._adapter.load(
-                {name: 0.1 * normal(self._shapes[name], [0], name)[0] for name in names}
-            )
+        tensors_of: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, shape in self._shapes.items():
+            kind = module_of(name).rpartition(".")[2]
+            tensors_of[kind][name] = 0.1 * normal(shape, [0], name)[0]
+        for kind, tensors in tensors_of.items():
+            self._adapter.load(tensors)
             if self._probe() == base:
                 raise ValueError(
                     f"model.target_modules: vLLM ignores a LoRA on {kind} of this model"
@@ -234,7 +229,3 @@ class VllmEngine(RolloutEngine[TextRequest]):
         )
         (completion,) = self._complete([PROBE], [self._sampling_params(spec, 0)])
         return completion.token_ids[0], completion.logprobs.logprobs[0]
-
-
-def _missing() -> str:
-    return f"vLLM is not installed: {install_hint('vllm')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,21 +25,9 @@ from flowgrpo_rc.rollout.vllm_omni.channel import Message, receive, send
 
 # Variables that the engine must not see: those by which torchrun, accelerate, MPI and Slurm tell a
 # trainer about its process group, and secrets that no engine needs.
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "NODE_RANK")
-LAUNCHER_PREFIXES = (
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "TORCH_NCCL_",
-    "ACCELERATE_",
-    "FSDP_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "SLURM_",
-    "WANDB_",
+LAUNCHER = re.compile(
+    r"(RANK|WORLD_SIZE|NODE_RANK)$"
+    r"|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|TORCH_NCCL|ACCELERATE|FSDP|OMPI|PMI|PMIX|SLURM|WANDB)_"
 )
 LOG_LINES = 30  # of the log, in a message
 POLL_S = 1.0  # between two looks whether the child is alive
@@ -53,9 +42,7 @@ def child_environment(
     The trainer's device is the only GPU that the engine sees unless it spans several.
     """
     kept = {"VLLM_LOGGING_LEVEL": "WARNING"} | {
-        name: value
-        for name, value in parent.items()
-        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+        name: value for name, value in parent.items() if not LAUNCHER.match(name)
     }
     if device.type == "cpu":
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **kept, "VLLM_TARGET_DEVICE": "cpu"}
@@ -77,12 +64,9 @@ class EngineProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float
     ) -> None:
-        """Starts the child.
+        """Starts `command` with the number of its socket appended.
 
-        Args:
-          command: its command; the number of its socket is appended.
-          environment: its environment.
-          timeout_s: the longest silence that is not a failure, in seconds.
+        A silence of more than `timeout_s` seconds is a failure.
         """
         self._timeout_s = timeout_s
         self.log: Path | None = None

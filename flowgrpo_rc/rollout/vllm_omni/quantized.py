@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
+
+from flowgrpo_rc.rollout.quantization import is_quantized
 
 
 def quantized_layers(network: nn.Module) -> tuple[int, int]:
@@ -16,14 +18,4 @@ def quantized_layers(network: nn.Module) -> tuple[int, int]:
         for module in network.modules()
     ]
     layers = [weights for weights in matrices if weights]
-    return sum(any(map(_is_quantized, weights)) for weights in layers), len(layers)
-
-
-def _is_quantized(weight: Tensor) -> bool:
-    """Says whether a weight is in 8 bits or fewer, packed in integers, or a tensor of torchao."""
-    return (
-        weight.element_size() == 1
-        or not weight.is_floating_point()
-        # They report the precision that they had before.
-        or type(weight).__module__.startswith("torchao.")
-    )
+    return sum(any(map(is_quantized, weights)) for weights in layers), len(layers)
