@@ -49,7 +49,7 @@ def load_class(package: str, name: str, base: type) -> type:
             f"{package} has no plug-in {name!r}{did_you_mean(name, available)}; available: "
             f"{', '.join(available)}, or the full path of a class, my_package.my_module.MyClass"
         )
-    found = _concrete_subclasses(import_module(f"{package}.{name}"), base)
+    found = concrete_subclasses(import_module(f"{package}.{name}"), base)
     if len(found) != 1:
         names = ", ".join(cls.__name__ for cls in found) or "none"
         raise ValueError(
@@ -65,7 +65,7 @@ def available_plugins(package: str, base: type) -> list[str]:
     return [
         name
         for name in names
-        if len(_concrete_subclasses(import_module(f"{package}.{name}"), base)) == 1
+        if len(concrete_subclasses(import_module(f"{package}.{name}"), base)) == 1
     ]
 
 
@@ -197,8 +197,8 @@ def _module_names(package: str) -> set[str]:
     return {module.name for module in pkgutil.iter_modules(import_module(package).__path__)}
 
 
-def _concrete_subclasses(module: ModuleType, base: type) -> list[type]:
-    """The public classes that a module itself defines, without those that it imports."""
+def concrete_subclasses(module: ModuleType, base: type) -> list[type]:
+    """Returns the public classes that a module itself defines, without those that it imports."""
     return [
         value
         for name, value in vars(module).items()

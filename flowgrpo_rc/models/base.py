@@ -9,12 +9,12 @@ Legend: B samples, P prompts, S denoising steps, F frames, H and W height and wi
 from __future__ import annotations
 
 import copy
-import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from inspect import isabstract
+from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
-from flowgrpo_rc.plugins import load_class
+from flowgrpo_rc.plugins import concrete_subclasses, load_class
 
 # A prompt's text and its images.
 Edit = tuple[str, tuple[str | bytes, ...]]
@@ -381,18 +381,8 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
 
 def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
     """Imports every module of this folder and collects the adapters, by what they serve."""
-    package = importlib.import_module("flowgrpo_rc.models")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"flowgrpo_rc.models.{module.name}")
-    ours = [
-        adapter
-        for adapter in _below(FlowModel)  # type: ignore[type-abstract]
-        if adapter.__module__.startswith(f"{package.__name__}.") and not isabstract(adapter)
-    ]
-    return {adapter.serves(): adapter for adapter in ours}
-
-
-def _below(cls: type[FlowModel]) -> Iterator[type[FlowModel]]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _below(subclass)
+    adapters: list[Any] = []
+    for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        module = import_module(f"{__package__}.{found.name}")
+        adapters += concrete_subclasses(module, FlowModel)
+    return {adapter.serves(): adapter for adapter in adapters}

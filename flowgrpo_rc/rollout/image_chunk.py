@@ -23,15 +23,7 @@ def image_chunk(
 ) -> RolloutChunk:
     """Makes a chunk of the sampled `rows` of a request, decoded if it asks for that.
 
-    Args:
-      model: decodes the samples.
-      request: what was asked for.
-      rows: the rows of it that were sampled.
-      trajectory: the record of these rows.
-      conditioning: the encoded prompts of the whole request, [P].
-      negative: their encoded negative prompts, [P]; None without guidance.
-      spec: how the rows were really sampled.
-      version: of the weights that sampled them.
+    The conditionings are those of all its prompts, [P]; `spec` says how rows were really sampled.
     """
     device = model.device
     prompt_index = torch.tensor([row // request.samples_per_prompt for row in rows], device=device)

@@ -67,8 +67,8 @@ def check_int8_products(device: torch.device) -> None:
     if (torch._int_mm(left, right) != 256 * 127 * 127).any():
         raise ValueError(
             "rollout.quantization=int8_dynamic: this processor's integer kernels overflow; they "
-            "need VNNI, which it lacks or ONEDNN_MAX_CPU_ISA forbids. Set rollout.quantization=int8, "
-            "which multiplies in rollout.dtype, or null"
+            "need VNNI, which it lacks or ONEDNN_MAX_CPU_ISA forbids. Set "
+            "rollout.quantization=int8, which multiplies in rollout.dtype, or null"
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.distributed.memory import free_memory
 from flowgrpo_rc.models.base import DTYPES, FlowModel, Schedule
-from flowgrpo_rc.plugins import install_hint
+from flowgrpo_rc.plugins import check_choice, install_hint
 from flowgrpo_rc.policies.flow import Trajectory
 from flowgrpo_rc.rollout.engine import (
     EngineLost,
@@ -142,8 +142,12 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             environment = child_environment(os.environ, model.device, tensor_parallel_size)
             process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
             (done,) = process.ask("start", start, timeout_s=start_timeout_s)
-            if quantization is not None:
-                _check_quantized(process, quantization, done)
+            quantized, layers = done.fields["quantized"], done.fields["layers"]
+            if quantization is not None and quantized == 0:
+                process.fail(
+                    f"ignored rollout.engine_kwargs.quantization={quantization}: none of the "
+                    f"{layers} layers of its transformer holds quantized weights; drop the key"
+                )
             return process
 
         self._started = started
@@ -192,12 +196,11 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         encoded = next(replies).tensors
         prompts = request.prompts.prompts
         device = self._model.device
-        conditioning = _conditioning(encoded, "", [prompt.text for prompt in prompts], device)
+        conditioning = _conditioning(encoded, "", [p.text for p in prompts], device)
         negative = None
         if "negative_prompt_embeds" in encoded:
-            negative = _conditioning(
-                encoded, "negative_", [prompt.negative_text for prompt in prompts], device
-            )
+            texts = [p.negative_text for p in prompts]
+            negative = _conditioning(encoded, "negative_", texts, device)
         start = request.rows().start
         first += start
         # The engine is asleep when it has answered all, which makes room for the decoding.
@@ -227,7 +230,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype]
         )
         self._version = version
-        # The trainer changes its tensors in place, and another process may need these.
+        # The trainer changes its tensors in place, and a restarted engine needs these.
         self._bound = {name: tensor.clone() for name, tensor in tensors.items()}
         try:
             self._push()
@@ -249,10 +252,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         self._check_held(done)
 
     def _make_room(self) -> None:
-        """Gives back what torch keeps of the card, before an engine wakes up and takes its weights.
-
-        The engine is another process, which gets nothing of what this one keeps for later.
-        """
+        """Gives back what torch keeps of the card, since an engine in another process wakes up."""
         if self._sleeps:
             free_memory()
 
@@ -271,13 +271,12 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
     def _check_held(self, reply: Message) -> None:
         """Ends the engine and raises EngineError unless its layers hold all of the last LoRA."""
-        wanted = len(self._shapes) // 2
-        bound = reply.fields["modules"]
         held, pushed = reply.fields["fingerprint"], fingerprint(self._bound)
         if held != pushed:
             self._process.fail(
-                f"does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} "
-                f"modules, and their fingerprint is {held[:12]}, the trainer's {pushed[:12]}"
+                f"does not hold the LoRA of step {self._version}: it bound "
+                f"{reply.fields['modules']} of {len(self._shapes) // 2} modules, and their "
+                f"fingerprint is {held[:12]}, the trainer's {pushed[:12]}"
             )
 
     def _question(self, request: ImageRequest) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -285,10 +284,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         spec = request.spec
         prompts = request.prompts.prompts
         guided = self._model.cfg_scale(spec) > 1
-        texts = list(dict.fromkeys(prompt.text for prompt in prompts))
-        negatives = (
-            list(dict.fromkeys(prompt.negative_text for prompt in prompts)) if guided else []
-        )
+        texts = list(dict.fromkeys(p.text for p in prompts))
+        negatives = list(dict.fromkeys(p.negative_text for p in prompts)) if guided else []
         chosen = request.rows()
         rows = [request.prompt_of(row) for row in chosen]
         schedule = self._model.walked_schedule(spec)
@@ -298,7 +295,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             "seeds": list(request.seeds[chosen.start : chosen.stop]),
             "latent_seeds": list(request.latent_seeds[chosen.start : chosen.stop]),
             "texts": texts,
-            "text_of": [texts.index(prompt.text) for prompt in rows],
+            "text_of": [texts.index(p.text) for p in rows],
             "negative_texts": negatives,
             "negative_text_of": [negatives.index(p.negative_text) if guided else 0 for p in rows],
             "keep_means": request.keep_means,
@@ -338,17 +335,6 @@ def _conditioning(
     )
 
 
-def _check_quantized(process: EngineProcess, quantization: str, started: Message) -> None:
-    """Ends the engine and raises EngineError if it has quantized nothing."""
-    quantized, layers = started.fields["quantized"], started.fields["layers"]
-    if quantized == 0:
-        process.fail(
-            f"ignored rollout.engine_kwargs.quantization={quantization}: none of the {layers} "
-            "layers of its transformer holds quantized weights; drop the key"
-        )
-    logger.info("vLLM-Omni quantized %d of %d layers (%s)", quantized, layers, quantization)
-
-
 def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:
     if pipeline_class not in PIPELINES:
         reason = f" ({REFUSED[pipeline_class]})" if pipeline_class in REFUSED else ""
@@ -375,19 +361,14 @@ def _check_options(device: torch.device, given: Mapping[str, Any]) -> None:
         raise ValueError(f"tensor_parallel_size={gpus}: give at least 1")
     if gpus > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            f"tensor_parallel_size={gpus}: each process of the trainer has an engine on its own "
-            "GPU; an engine of several GPUs takes a trainer of one process"
+            f"tensor_parallel_size={gpus}: an engine of several GPUs takes a trainer of one process"
         )
     if gpus > 1 and fraction is not None:
         raise ValueError(
-            f"memory_fraction={fraction} has no effect with tensor_parallel_size={gpus}, whose "
-            "workers are processes of their own: drop it"
+            f"memory_fraction={fraction} has no effect with tensor_parallel_size={gpus}: drop it"
         )
-    backend = given["attention_backend"]
-    if backend is not None and backend not in ATTENTION_BACKENDS:
-        raise ValueError(
-            f"attention_backend={backend!r}: allowed are {', '.join(ATTENTION_BACKENDS)}"
-        )
+    if given["attention_backend"] is not None:
+        check_choice("attention_backend", given["attention_backend"], ATTENTION_BACKENDS)
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction={fraction}: give a number above 0 and at most 1")
     if device.type != "cuda":
@@ -397,9 +378,7 @@ def _check_options(device: torch.device, given: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} has no effect on {device.type}: it is for GPUs")
     restarts = given["max_restarts"]
     if not (isinstance(restarts, int) and restarts >= 0):
-        raise ValueError(
-            f"rollout.engine_kwargs.max_restarts={restarts!r}: give a number of at least 0"
-        )
+        raise ValueError(f"max_restarts={restarts!r}: give a number of at least 0")
     for name in ("timeout_s", "start_timeout_s"):
         if not given[name] > 0:
             raise ValueError(f"{name}={given[name]}: give a number of seconds above 0")

@@ -12,6 +12,7 @@ import ray
 import torch
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from safetensors.torch import load
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
@@ -23,10 +24,9 @@ from flowgrpo_rc.rollout.engine import (
     RolloutEngine,
     RolloutRequest,
 )
-from flowgrpo_rc.workers.arrays import to_arrays, to_tensors
 from flowgrpo_rc.workers.cluster import PoolSettings
 from flowgrpo_rc.workers.pool import STATUS, WorkerPool
-from flowgrpo_rc.workers.worker import LATENTS, SampledChunk, package_versions
+from flowgrpo_rc.workers.worker import LATENTS, SampledChunk, package_versions, to_bytes
 
 logger = logging.getLogger(__name__)
 _POOL = "pool"
@@ -76,7 +76,7 @@ class WorkersEngine(RolloutEngine[Any]):
         """Puts a version of the LoRA into the object store; chunks asked for later get it."""
         self._version = version
         if self._owns:
-            adapter = [ray.put(to_arrays(state))]
+            adapter = [ray.put(to_bytes(state))]
             with _told():
                 ray.get(self._pool.put_adapter.remote(version, adapter))
 
@@ -125,7 +125,7 @@ class WorkersEngine(RolloutEngine[Any]):
         while asked:
             rows, reference = asked.pop(0)  # so that Ray can free it when it has been read
             sampled = self._received(boxed, rows, version, reference)
-            tensors = to_tensors(sampled.arrays, self._device)
+            tensors = {n: t.to(self._device) for n, t in load(sampled.tensors).items()}
             latents = tensors.pop(LATENTS, None)
             if rows.start == 0:
                 encoded = {name: value for name, value in tensors.items() if "." in name}
@@ -137,7 +137,7 @@ class WorkersEngine(RolloutEngine[Any]):
             samples = sampled.samples
             yield RolloutChunk(
                 batch=batch,
-                # Shared memory is read-only; rewards are foreign code.
+                # Ray's shared memory is read-only; rewards are foreign code.
                 samples=samples.copy() if isinstance(samples, np.ndarray) else samples,
                 prompts=[request.prompt_of(row) for row in rows],
                 policy_version=version,

@@ -1,4 +1,7 @@
-"""A process that samples: it owns an engine, and takes one chunk of a request at a time."""
+"""A process that samples: it owns an engine, and takes one chunk of a request at a time.
+
+Tensors travel as safetensors, so nothing depends on what a process on the other side has.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from safetensors.torch import load, save
+from torch import Tensor
 
 from flowgrpo_rc.records.packed_batch import pack
 from flowgrpo_rc.rollout.engine import (
@@ -19,7 +24,6 @@ from flowgrpo_rc.rollout.engine import (
     Samples,
     check_settings,
 )
-from flowgrpo_rc.workers.arrays import Array, num_bytes, to_arrays, to_tensors
 
 # What has to be of one version where a chunk is sampled and where it is trained on.
 _PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft")
@@ -33,19 +37,24 @@ class SampledChunk:
 
     Attributes:
       header: that of its packed batch.
-      arrays: tensors of its packed batch, and the final `latents` of pictures. Encoded prompts come
-        with the first chunk of a request.
+      tensors: those of its packed batch, and the final `latents` of pictures, as `to_bytes` makes
+        them. Encoded prompts come with the first chunk of a request.
       samples: what rewards see; None if nothing was decoded.
     """
 
     header: Mapping[str, Any]
-    arrays: Mapping[str, Array]
+    tensors: bytes
     samples: Samples | None
 
 
 def package_versions() -> dict[str, str]:
     """Returns the versions that must be those of the trainer."""
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """Returns tensors of any device as safetensors; no two may share memory."""
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
 
 
 class Worker:
@@ -72,7 +81,7 @@ class Worker:
         request: RolloutRequest,
         rows: range,
         version: int,
-        adapter: Mapping[str, Array],
+        adapter: bytes,
     ) -> tuple[int, SampledChunk]:
         """Samples the rows of one chunk of a request with a version of the LoRA.
 
@@ -83,7 +92,7 @@ class Worker:
           EngineError: the engine has sampled with other settings, does not hold this LoRA
             afterwards, or does not quantize.
         """
-        state = to_tensors(adapter, torch.device("cpu"))
+        state = load(adapter)
         if version != self._version:
             self._engine.sync_weights(state, version)
             self._version = version
@@ -98,15 +107,17 @@ class Worker:
         self._engine.check_quantization(request.spec)
         self._engine.check_weights(state, version)
         packed = pack(chunk.batch)
-        arrays = {
-            name: array
-            for name, array in to_arrays(packed.tensors).items()
+        tensors = {
+            name: tensor
+            for name, tensor in packed.tensors.items()
             if rows.start == 0 or not name.startswith(_OF_PROMPTS)
         }
         if chunk.latents is not None:
-            arrays |= to_arrays({LATENTS: chunk.latents})
-        sampled = SampledChunk(header=packed.header, arrays=arrays, samples=chunk.samples)
-        size = num_bytes(arrays)
+            # A batch without a window holds the same memory.
+            tensors[LATENTS] = chunk.latents.clone()
+        content = to_bytes(tensors)
+        sampled = SampledChunk(header=packed.header, tensors=content, samples=chunk.samples)
+        size = len(content)
         if isinstance(chunk.samples, np.ndarray):
             size += chunk.samples.nbytes
         return size, sampled
