@@ -40,7 +40,7 @@ from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer
 from flowgrpo_rc.report.run import write_report
-from flowgrpo_rc.rollout.faster_dtype import AUTO
+from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.training.trainer import Trainer
 
 # Called with a step and its metrics, by name; step 0 is the first evaluation. True ends the run

@@ -13,7 +13,7 @@ from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.records.rollout_files import keeps_means
-from flowgrpo_rc.rollout.faster_dtype import AUTO, faster_dtype
+from flowgrpo_rc.rollout.devices import AUTO, faster_dtype
 
 
 def settled(config: Config, device: torch.device | None = None) -> Config:

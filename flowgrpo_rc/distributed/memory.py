@@ -41,7 +41,10 @@ def out_of_memory_in(phase: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, OutOfMemory) or not _lacks_memory(error):
+        from accelerate.utils.memory import should_reduce_batch_size
+
+        lacks_memory = isinstance(error, MemoryError) or should_reduce_batch_size(error)
+        if isinstance(error, OutOfMemory) or not lacks_memory:
             raise
         raise OutOfMemory(phase, error) from error
 
@@ -51,9 +54,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _lacks_memory(error: RuntimeError | MemoryError) -> bool:
-    from accelerate.utils.memory import should_reduce_batch_size
-
-    return isinstance(error, MemoryError) or bool(should_reduce_batch_size(error))

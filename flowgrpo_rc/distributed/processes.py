@@ -33,11 +33,8 @@ class Processes:
     With one process a reduction returns its argument.
 
     Attributes:
-      accelerator: accelerate's own object.
       rank: number of this process, from 0.
-      count: number of processes.
       is_main: True for the process that writes files.
-      device: the device of this process.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

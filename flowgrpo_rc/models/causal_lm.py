@@ -5,6 +5,7 @@ Legend: P prompts, L tokens of the longest prompt, T tokens of the longest respo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -77,14 +78,13 @@ class CausalLM:
 
         `mask`, bool [B, T], is True for the tokens of the response.
         """
-        texts = []
-        for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
-            valid = [token for token, keep in zip(row, kept, strict=True) if keep]
-            tokens = [token for token in valid if token not in self.eos_ids]
-            text = self.tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            texts.append(text)
+        rows = [
+            [token for token in row[kept].tolist() if token not in self.eos_ids]
+            for row, kept in zip(ids.cpu(), mask.cpu(), strict=True)
+        ]
+        texts: list[str] = self.tokenizer.batch_decode(
+            rows, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return texts
 
 
@@ -107,11 +107,8 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     model_file(config.path, INDEX_FILES["causal_lm"])
-    with loading(f"model.path={config.path}"):
-        try:
-            return AutoTokenizer.from_pretrained(config.location(), trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise _unreadable(config, error) from error
+    with _reading(config):
+        return AutoTokenizer.from_pretrained(config.location(), trust_remote_code=False)
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
@@ -121,23 +118,25 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     """
     from transformers import AutoModelForCausalLM
 
-    with loading(f"model.path={config.path}"):
-        try:
-            network = AutoModelForCausalLM.from_pretrained(
-                config.location(),
-                dtype=DTYPES[config.dtype],
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
-        except (OSError, ValueError) as error:
-            raise _unreadable(config, error) from error
+    with _reading(config):
+        network = AutoModelForCausalLM.from_pretrained(
+            config.location(),
+            dtype=DTYPES[config.dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     return CausalLM(network, load_tokenizer(config), device)
 
 
-def _unreadable(config: ModelConfig, error: Exception) -> ValueError:
-    return ValueError(
-        f"model.path={config.path}: cannot be read as a causal language model: {error}"
-    )
+@contextmanager
+def _reading(config: ModelConfig) -> Iterator[None]:
+    with loading(f"model.path={config.path}"):
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"model.path={config.path}: cannot be read as a causal language model: {error}"
+            ) from error
 
 
 @contextmanager
@@ -167,11 +166,6 @@ def gradient_checkpointing(network: Any) -> Iterator[None]:
 
 
 def _eos_ids(*given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The given ids, each once, in order."""
-    ids: list[int] = []
-    for value in given:
-        if isinstance(value, int):
-            ids.append(value)
-        elif value is not None:
-            ids += value
-    return tuple(dict.fromkeys(ids))
+    """Returns the given ids, each once, in order."""
+    lists = [[ids] if isinstance(ids, int) else ids or () for ids in given]
+    return tuple(dict.fromkeys(itertools.chain(*lists)))

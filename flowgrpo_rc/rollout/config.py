@@ -11,7 +11,7 @@ from flowgrpo_rc.batch import SamplerSpec, TokenSpec
 from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, sliding_start, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.plugins import check_choice, check_engine_name
-from flowgrpo_rc.rollout.faster_dtype import AUTO
+from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.rollout.quantization import precision
 
 PACKAGE = "flowgrpo_rc.rollout"

@@ -30,8 +30,6 @@ class RolloutRequest:
     Rows are prompt-major: all samples of the first prompt come first.
 
     Attributes:
-      prompts: the prompts of the step.
-      samples_per_prompt: samples of each of them.
       spec: the sampler's settings, which the engine echoes.
       seeds: one for each sample, [B]; everything random about a sample follows from its seed.
       only: the rows that are wanted; None for all.

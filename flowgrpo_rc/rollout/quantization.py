@@ -1,4 +1,4 @@
-"""Low-precision weights of a replica, through torchao (https://github.com/pytorch/ao).
+"""Low-precision weights: those of a replica, through torchao (https://github.com/pytorch/ao).
 
 Only linear layers inside the repeated blocks are quantized, including those that a LoRA wraps. The
 LoRA itself, norms, embedders and the last projection keep the replica's precision.
@@ -100,6 +100,20 @@ def is_quantized(weight: Tensor) -> bool:
         # They report the precision that they had before.
         or type(weight).__module__.startswith("torchao.")
     )
+
+
+def count_quantized(network: nn.Module) -> tuple[int, int]:
+    """Counts the layers of any class that hold quantized matrices, and those that hold any matrix.
+
+    Norms and biases stay as they are in every method. A method that a layer merely names does not
+    count either, since its kernel may have left the weights alone.
+    """
+    matrices = [
+        [weight for weight in module.parameters(recurse=False) if weight.ndim > 1]
+        for module in network.modules()
+    ]
+    layers = [weights for weights in matrices if weights]
+    return sum(any(map(is_quantized, weights)) for weights in layers), len(layers)
 
 
 def check_layers(network: nn.Module, name: str) -> None:

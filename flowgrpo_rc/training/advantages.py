@@ -22,10 +22,8 @@ class AdvantageEstimator:
     """Makes advantages of rewards.
 
     Attributes:
-      config: the estimator, and whether rejected samples leave the baseline of their group.
       weights: weight of each reward.
       train_n: samples of each group that are trained on; None for all.
-      all_reduce: adds up a tensor over processes.
     """
 
     config: AlgorithmConfig

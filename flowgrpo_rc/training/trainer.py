@@ -43,12 +43,9 @@ class Trainer:
     to one that was never interrupted.
 
     Attributes:
-      config: settings of the run itself.
       task: what differs between images and text.
       source: where trajectories come from.
-      rewards: scores samples.
       algorithm: makes losses of samples with advantages.
-      advantages: makes advantages of rewards.
       update: makes optimizer steps of losses.
       mini_batch_size: samples of a mini-batch on one process.
       may_be_stale: whether the weights that sample may be older than those that are trained.

@@ -57,14 +57,7 @@ class PolicyUpdate:
         *,
         total_updates: int,
     ) -> None:
-        """Makes the optimizer.
-
-        Args:
-          algorithm: computes the losses.
-          config: settings of the update.
-          processes: the processes of the run.
-          total_updates: optimizer updates of the whole run, for the learning-rate schedule.
-        """
+        """Makes the optimizer, and a learning-rate schedule of `total_updates` updates."""
         self._algorithm = algorithm
         self._config = config
         self._processes = processes
@@ -85,14 +78,9 @@ class PolicyUpdate:
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
-        """Takes all optimizer steps of an iteration.
+        """Takes all optimizer steps of an iteration; returns metrics, names without prefix.
 
-        Args:
-          batch: this process's part of the global batch.
-          samples_per_mini_batch: how many consecutive samples make a mini-batch here.
-
-        Returns:
-          The metrics, names without prefix.
+        So many consecutive samples of this process's part of the batch make a mini-batch here.
         """
         metrics = MetricBag()
         self._updates_here = 0

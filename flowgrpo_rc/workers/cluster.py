@@ -58,13 +58,11 @@ class PoolSettings:
     """Says what a pool of workers is made of.
 
     Attributes:
-      num_workers: how many there are.
-      num_cpus: cores that Ray sets aside for each; also its threads.
+      num_cpus: cores that Ray sets aside for each worker; also its threads.
       num_gpus: GPUs of each, or the share of one.
       timeout_s: the longest time to load, or for a chunk; then the worker is taken to hang.
       max_restarts: how often workers are started again, all together.
       staleness: how many versions of the LoRA are in use besides the newest.
-      chunk_size: samples of a chunk.
       in_turn: workers of one machine load one after the other. A model that is on its way to a GPU
         is on the host for a while; all workers at once would need as many copies there.
     """
@@ -102,9 +100,8 @@ def spare_gpus(
     if len(spare) < wanted:
         raise ValueError(
             f"rollout.workers={num_workers}: with {share:g} GPUs each (rollout.gpus_per_worker) "
-            f"they need {wanted:g}, and of {len(visible)} GPUs here {training} train. Lower "
-            "one of them, or set rollout.gpus_per_worker=0 to have the workers share the first GPU "
-            "with the trainer"
+            f"they need {wanted:g}, and of {len(visible)} GPUs here {training} train. Lower one of "
+            "them; rollout.gpus_per_worker=0 shares the trainer's first GPU"
         )
     return ",".join(spare)
 
@@ -125,9 +122,8 @@ def start_or_join(address: str | None, num_cpus: int, gpus: str | None = None) -
         return _connected(address, namespace)
     if "ray" in sys.modules and not _LOCAL.items() <= os.environ.items():
         raise EngineError(
-            "rollout.workers: Ray was imported before the run, so that it would listen on every "
-            "network of this machine. Import it after the run has started, or set "
-            f"{' and '.join(f'{name}={value}' for name, value in _LOCAL.items())} before"
+            "rollout.workers: Ray was imported before the run, and would listen on every network. "
+            f"Set {' and '.join(f'{name}={value}' for name, value in _LOCAL.items())} before"
         )
     return _started(namespace, num_cpus, gpus)
 
@@ -149,8 +145,7 @@ def _started(namespace: str, num_cpus: int, gpus: str | None) -> Cluster:
         ray.shutdown()
         raise EngineError(
             f"rollout.workers: Ray listens on {cluster.address}, where others could reach it, and "
-            f"not on {_HOST}. Give the rollout.ray_address of a cluster that you have closed to "
-            "others"
+            f"not on {_HOST}: give the rollout.ray_address of a cluster that is closed to others"
         )
     return replace(cluster, token=token)
 
@@ -180,10 +175,7 @@ def _connected(address: str, namespace: str, **local: Any) -> Cluster:
     import ray
 
     if ray.is_initialized():
-        raise EngineError(
-            "rollout.workers: this process is connected to Ray already: call ray.shutdown() before "
-            "the run"
-        )
+        raise EngineError("rollout.workers: call ray.shutdown() before the run: Ray is connected")
     try:
         with _own_signals():
             context: Any = ray.init(

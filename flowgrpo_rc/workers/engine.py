@@ -18,12 +18,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.records.packed_batch import PackedBatch, unpack
-from flowgrpo_rc.rollout.engine import (
-    EngineError,
-    RolloutChunk,
-    RolloutEngine,
-    RolloutRequest,
-)
+from flowgrpo_rc.rollout.engine import EngineError, RolloutChunk, RolloutEngine, RolloutRequest
 from flowgrpo_rc.workers.cluster import PoolSettings
 from flowgrpo_rc.workers.pool import STATUS, WorkerPool
 from flowgrpo_rc.workers.worker import LATENTS, SampledChunk, package_versions, to_bytes
@@ -48,12 +43,9 @@ class WorkersEngine(RolloutEngine[Any]):
         settings: PoolSettings,
         device: torch.device,
     ) -> None:
-        """Starts the pool, or joins that of the first process. EngineError if no worker starts.
+        """Starts the pool. EngineError if no worker starts.
 
-        Args:
-          make_engine: makes an engine in a worker; None in all processes but the first.
-          settings: how many workers there are, and how long to wait for them.
-          device: where batches are wanted.
+        Other processes than the first, whose `make_engine` is None, join the pool.
         """
         self._settings = settings
         self._device = device

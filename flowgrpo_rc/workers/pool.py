@@ -26,7 +26,8 @@ STATUS = ("busy_fraction", "ready", "longest_queue", "mib_received", "restarts")
 class WorkerPool:
     """An asynchronous Ray actor that owns the workers; all processes of a run share it.
 
-    References travel in lists, which Ray does not replace by what they refer to.
+    References, such as that to `make_engine`, travel in lists of one, which Ray does not replace by
+    what they refer to.
     """
 
     def __init__(
@@ -35,13 +36,7 @@ class WorkerPool:
         settings: PoolSettings,
         versions: Mapping[str, str],
     ) -> None:
-        """Starts no worker yet.
-
-        Args:
-          make_engine: a list of one reference to what makes an engine in a worker's process.
-          settings: how many workers there are, and how long to wait for them.
-          versions: of the trainer's packages; a worker with others is refused.
-        """
+        """Starts no worker yet. A worker whose packages have other `versions` will be refused."""
         self._make_engine = make_engine
         self._settings = settings
         self._versions = dict(versions)
@@ -69,7 +64,7 @@ class WorkerPool:
         self._free.put_nowait(await self._next())
 
     async def put_adapter(self, version: int, adapter: list[Any]) -> None:
-        """Takes a version of the LoRA, as a list of one reference."""
+        """Takes a version of the LoRA."""
         self._adapters[version] = adapter[0]
         oldest = version - self._settings.staleness - _KEPT_VERSIONS
         self._adapters = {v: kept for v, kept in self._adapters.items() if v >= oldest}
@@ -79,13 +74,10 @@ class WorkerPool:
     async def sample(self, request: list[Any], rows: range, version: int) -> list[Any]:
         """Has rows of a request sampled, and again by another worker if one is lost.
 
-        Args:
-          request: a list of one reference.
-          rows: the rows of a chunk.
-          version: of the LoRA. Another process than the one that asks puts it here, maybe later.
+        Another process than the one that asks puts the version of the LoRA here, maybe later.
 
         Returns:
-          A list of one reference to the `SampledChunk`. EngineError if no worker is left.
+          A reference to the `SampledChunk`. EngineError if no worker is left.
         """
         async with self._new_adapter:
             await self._new_adapter.wait_for(lambda: version in self._adapters)
@@ -115,11 +107,11 @@ class WorkerPool:
         busy_fraction = self._busy_s / max(seconds * self._settings.num_workers, 1e-9)
         mib = self._num_bytes / 2**20
         values = (busy_fraction, self._ready, self._longest_queue, mib, self._restarts)
-        found = dict(zip(STATUS, values, strict=True)), self._lost
+        lost = self._lost
         self._busy_s, self._told_at = 0.0, self._counted_at
         self._num_bytes, self._longest_queue = 0, self._waiting
         self._lost = []
-        return found
+        return dict(zip(STATUS, values, strict=True)), lost
 
     async def _next(self) -> Any:
         """Waits for a free worker."""

@@ -8,13 +8,7 @@ from typing import Any
 
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.workers.cluster import (
-    Cluster,
-    PoolSettings,
-    join,
-    spare_gpus,
-    start_or_join,
-)
+from flowgrpo_rc.workers.cluster import Cluster, PoolSettings, join, spare_gpus, start_or_join
 
 
 def start_workers(
@@ -26,11 +20,7 @@ def start_workers(
 ) -> RolloutEngine[Any]:
     """Starts workers that all processes of a run share; each process calls this.
 
-    Args:
-      make_engine: makes an engine in a worker.
-      settings: how many workers there are, and how long to wait for them.
-      processes: the processes of the run.
-      address: of a running Ray cluster; None to start one on this machine.
+    They join the Ray cluster at `address`, or start one on this machine if that is None.
 
     Raises:
       EngineError: the cluster cannot be reached, or no worker starts.

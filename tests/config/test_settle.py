@@ -16,7 +16,7 @@ from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
-from flowgrpo_rc.rollout import faster_dtype as module
+from flowgrpo_rc.rollout import devices as module
 
 RC = "algorithm.rollout_correction"
 ALIGNED = (

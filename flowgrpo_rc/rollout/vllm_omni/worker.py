@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.lora.request import LoRARequest
 
-from flowgrpo_rc.rollout.vllm_omni.quantized import quantized_layers
+from flowgrpo_rc.rollout.quantization import count_quantized
 
 Pair = tuple[Tensor, Tensor]
 
@@ -27,7 +27,7 @@ class RolloutWorker(CustomPipelineWorkerExtension):
 
     def rollout_quantized(self) -> tuple[int, int]:
         """Returns the number of the transformer's quantized layers, and that of all."""
-        return quantized_layers(self.model_runner.pipeline.transformer)
+        return count_quantized(self.model_runner.pipeline.transformer)
 
     def rollout_encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         """Returns the conditioning of the texts."""

@@ -37,14 +37,8 @@ class EngineSource(RolloutSource):
     """Samples with an engine, and has finished chunks scored while the rest is sampled.
 
     Attributes:
-      engine: samples trajectories.
       task: says what is asked of the engine, and checks what comes back.
-      sampler: the training prompts.
-      rewards: scores finished samples in threads.
-      processes: the processes of the run.
-      config: settings of the rollout.
       mini_batch_size: prompts of a mini-batch of all processes; each has a share of every one.
-      seed: the run's seed.
     """
 
     engine: RolloutEngine[Any]

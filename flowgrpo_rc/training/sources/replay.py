@@ -38,7 +38,7 @@ class ReplaySource(RolloutSource):
         Args:
           folder: the run that saved them, or its rollouts/.
           task: says what the samples must have in common with this run.
-          processes: the processes of the run, as many as saved the files.
+          processes: as many as saved the files.
           config: settings of the rollout.
           samples: samples of a step on this process.
           terms: rewards that must be known one by one.
