@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from support.launching import launch_environment, wait_for
 
-from flowgrpo_rc.distributed import launch as module
 from flowgrpo_rc.distributed.launch import launch
 from flowgrpo_rc.distributed.stopping import SIGNALS, StopRequest
 
@@ -78,21 +77,6 @@ def test_what_several_children_say_is_printed_once(script, capfd):
     ]
 
 
-DYING = """
-import os, signal, time
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(300)
-"""
-
-
-def test_a_child_that_dies_ends_the_others(script, monkeypatch, capfd):
-    monkeypatch.setattr(module, "NOTICE_S", 0.2)
-    assert launch(script(DYING), 2) == 1
-    said = capfd.readouterr().err
-    assert said.startswith("error: process 1 of 2 was ended by SIGKILL\n")
-
-
 # A child that is slow to start; its exit code says whether it got one signal, and which.
 STOPPING = """
 import os, signal, sys, time
@@ -124,18 +108,6 @@ def test_a_signal_reaches_each_child_once_however_early(script, tmp_path, monkey
     assert launch((*script(STOPPING), str(int(number))), 2) == 75
     sender.join()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
-
-
-def test_a_signal_that_is_ignored_at_the_start_stays_ignored_under_nohup() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopRequest(None) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.reason() is None
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.reason() == "SIGUSR1"
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_is_the_program_s_own_unless_it_shall_end_at_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,13 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
-from flowgrpo_rc.rollout.quantization import INT4_GROUP, PACKAGES, quantize, repeated_blocks
+from flowgrpo_rc.rollout.quantization import (
+    INT4_GROUP,
+    PACKAGES,
+    count_quantized,
+    quantize,
+    repeated_blocks,
+)
 from flowgrpo_rc.rollout.replica import Replica
 from flowgrpo_rc.training import config as training_config
 
@@ -46,6 +53,17 @@ def largest_error(name: str, weight: torch.Tensor) -> torch.Tensor:
         groups = weight.unflatten(1, (-1, INT4_GROUP))
         return (groups.abs().amax(2, keepdim=True) / 7).expand_as(groups).flatten(1)
     return (weight.abs().amax(1, keepdim=True) / 127 / 2).expand_as(weight)
+
+
+@torch.no_grad()
+def velocities(model: FlowModel, *networks: nn.Module) -> list[torch.Tensor]:
+    """Returns what each network predicts for the same two samples."""
+    inputs = (
+        normal((8, 8, 16), [1, 2]),
+        torch.tensor([900.0, 500.0]),
+        model.encode(["A", "B"], max_sequence_length=16),
+    )
+    return [model.velocity(network, *inputs, None, 1.0) for network in networks]
 
 
 @needs_torchao
@@ -94,15 +112,7 @@ def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
     replica.sync(state, 1)
     for key, parameter in lora_parameters(rounded).items():
         parameter.data = state[key].clone()
-    inputs = (
-        normal((8, 8, 16), [1, 2]),
-        torch.tensor([900.0, 500.0]),
-        bundled.encode(["A", "B"], max_sequence_length=16),
-    )
-    with torch.no_grad():
-        found = bundled.velocity(replica.network, *inputs, None, 1.0)
-        wanted = bundled.velocity(rounded, *inputs, None, 1.0)
-        plain = bundled.velocity(network, *inputs, None, 1.0)
+    found, wanted, plain = velocities(bundled, replica.network, rounded, network)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(found, plain, atol=1e-4)
 
@@ -142,13 +152,7 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
     network = trained_lora(model)
     counter = CompileCounter()
     replicas = [Replica(network, "fp32", backend=backend).network for backend in (None, counter)]
-    inputs = (
-        normal((8, 8, 16), [1, 2]),
-        torch.tensor([900.0, 500.0]),
-        model.encode(["A", "B"], max_sequence_length=16),
-    )
-    with torch.no_grad():
-        plain, compiled = (model.velocity(replica, *inputs, None, 1.0) for replica in replicas)
+    plain, compiled = velocities(model, *replicas)
     torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-5)
     assert counter.frame_count >= 1
     assert list(repeated_blocks(replicas[1])) == list(replicas[1].transformer_blocks)
@@ -214,19 +218,15 @@ def test_what_triton_needs_is_looked_for_before_loading(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "wrong"),
-    [
-        ("vllm_engine", "causal_lm", {"quantization": "int8"}),
-        ("vllm_engine", "causal_lm", {"compile": True}),
-        ("transformers_engine", "causal_lm", {"compile": True}),
-    ],
+    ("name", "key", "value"),
+    [("vllm_engine", "quantization", "int8"), ("transformers_engine", "compile", True)],
 )
-def test_an_engine_that_does_not_offer_a_precision(name, kind, wrong):
+def test_an_engine_that_does_not_offer_a_precision(name, key, value):
     config = Config()
-    config.model.kind = kind
+    config.model.kind = "causal_lm"
     config.rollout.name = name
-    vars(config.rollout).update(wrong)
-    with pytest.raises(ValueError, match=rf"rollout\.{next(iter(wrong))}.*rollout\.name={name}"):
+    setattr(config.rollout, key, value)
+    with pytest.raises(ValueError, match=rf"rollout\.{key}.*rollout\.name={name}"):
         check_engine.engine_of(config)
 
 
@@ -278,3 +278,39 @@ def test_slow_quantizations_on_a_gpu(checkpoint: Path, caplog: pytest.LogCapture
     assert caplog.messages == []
     check_engine.check_machine(quantized(checkpoint, "int4"), torch.device("cuda"))
     assert "rollouts may be slower than in bf16" in caplog.text
+
+
+# --- Counting, on weights that stand in for those of real kernels
+
+
+class LikeTorchao(torch.Tensor):
+    """A tensor that reports the precision that it had before, as those of torchao do."""
+
+    __module__ = "torchao.quantization"
+
+
+@pytest.mark.parametrize(
+    ("weight", "counts"),
+    [
+        (torch.zeros(4, 4, dtype=torch.bfloat16), False),
+        (torch.zeros(4, 4, dtype=torch.float16), False),
+        (torch.zeros(4, 4).to(torch.float8_e4m3fn), True),
+        (torch.zeros(4, 2, dtype=torch.uint8), True),
+        (torch.zeros(1, 4, dtype=torch.int32), True),
+        (torch.zeros(4, 4, dtype=torch.bfloat16).as_subclass(LikeTorchao), True),
+    ],
+    ids=["bf16", "fp16", "fp8", "two of 4 bits", "packed", "torchao"],
+)
+def test_quantized_weights_count(weight: torch.Tensor, counts: bool) -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 2)))
+    for number, layer in enumerate((net[0], net[2][0])):
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        assert count_quantized(net) == ((number + 1) * counts, 2)
+
+
+def test_a_scale_or_a_norm_in_8_bits_is_no_quantized_layer() -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    net[1].weight = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    net[0].weight_scale = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    net[0].quant_method = "Fp8LinearMethod"
+    assert count_quantized(net) == (0, 1)

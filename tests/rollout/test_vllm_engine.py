@@ -359,27 +359,18 @@ def test_peft_loads_the_adapter(vllm: FakeVllm, model: CausalLM, checkpoint: Pat
         parameter.data.copy_(state[name])
     ids = torch.tensor([[4, 13, 4, 14]])
     ours = model.network(ids).logits
-    theirs = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(checkpoint), folder)(
-        ids
-    ).logits
+    base = LlamaForCausalLM.from_pretrained(checkpoint)
+    assert not torch.allclose(ours, base(ids).logits, atol=1e-2)
+    theirs = PeftModel.from_pretrained(base, folder)(ids).logits
     assert torch.allclose(ours, theirs, atol=1e-6)
-    assert not torch.allclose(
-        ours, LlamaForCausalLM.from_pretrained(checkpoint)(ids).logits, atol=1e-2
-    )
 
 
-@pytest.mark.parametrize("change", ["missing", "renamed", "shape"])
-def test_other_tensors_are_refused(vllm: FakeVllm, model: CausalLM, change: str) -> None:
+def test_other_tensors_are_refused(vllm: FakeVllm, model: CausalLM) -> None:
     engine = make(model)
     state = state_of(model)
     before = vllm.llms[0].llm_engine.list_loras()
-    name = sorted(state)[0]
-    tensor = state.pop(name)
-    if change == "renamed":
-        state[name.replace("layers.0", "layers.9")] = tensor
-    if change == "shape":
-        state[name] = tensor[:-1]
-    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+    state["layers.9"] = state.pop(sorted(state)[0])
+    with pytest.raises(ValueError, match=r"layers\.9"):
         engine.sync_weights(state, 1)
     assert vllm.llms[0].llm_engine.list_loras() == before
 
@@ -393,22 +384,14 @@ def test_lora_that_vllm_ignores_is_refused(vllm: FakeVllm, model: CausalLM) -> N
 
 
 @pytest.mark.parametrize(
-    ("device", "tensor_parallel_size", "visible", "seen"),
-    [
-        ("cpu", 1, "4,7", "4,7"),
-        ("cuda:1", 1, "4,7", "7"),
-        ("cuda:0", 1, "4,7", "4"),
-        ("cuda:1", 2, "4,7", "4,7"),
-    ],
+    ("device", "gpus", "seen"), [("cpu", 1, "4,7"), ("cuda:1", 1, "7"), ("cuda:1", 2, "4,7")]
 )
-def test_vllm_sees_the_gpu_of_the_trainer(
-    vllm, model, monkeypatch, device, tensor_parallel_size, visible, seen
-):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_vllm_sees_the_gpu_of_the_trainer(vllm, model, monkeypatch, device, gpus, seen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     model.device = torch.device(device)
-    make(model, tensor_parallel_size=tensor_parallel_size)
+    make(model, tensor_parallel_size=gpus)
     assert vllm.llms[0].devices == seen
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
 
 
 def test_rank() -> None:

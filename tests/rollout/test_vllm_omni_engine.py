@@ -24,74 +24,51 @@ from flowgrpo_rc.rollout.vllm_omni_engine import PIPELINES, REFUSED, VllmOmniEng
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: give at least 1"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size has no effect on cpu: it is for GPUs"),
-        ({"sleep": True}, "sleep has no effect on cpu: it is for GPUs"),
-        ({"memory_fraction": 0.4}, "memory_fraction has no effect on cpu: it is for GPUs"),
-        ({"memory_fraction": 1.5}, r"memory_fraction=1\.5: give a number above 0 and at most 1"),
-        (
-            {"quantization": "fp8"},
-            "quantization='fp8': vLLM-Omni does not quantize a StableDiffusion3Pipeline",
-        ),
-        (
-            {"attention_backend": "FLASH"},
-            "attention_backend='FLASH': allowed are TORCH_SDPA, FLASH_ATTN",
-        ),
-        ({"timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
-        ({"start_timeout_s": -1.0}, r"start_timeout_s=-1\.0: give a number of seconds above 0"),
-        ({"timeout": 3}, r"timeout: unknown option \(did you mean 'timeout_s'\?\)"),
-    ],
-)
-def test_wrong_options_fail_before_anything_is_loaded(train, capsys, options, message):
-    given = [f"rollout.engine_kwargs.{name}={value}" for name, value in options.items()]
-    assert train("rollout.name=vllm_omni", *given) == 2
-    assert re.search(rf"rollout\.engine_kwargs.*{message}", capsys.readouterr().err)
-
-
+GPU = torch.device("cuda")
 SD3 = "StableDiffusion3Pipeline"
 
 
 @pytest.mark.parametrize(
-    ("options", "processes", "message"),
+    ("device", "options", "message"),
     [
+        (CPU, {"tensor_parallel_size": 0}, "tensor_parallel_size=0: give at least 1"),
+        (CPU, {"tensor_parallel_size": 2}, "tensor_parallel_size has no effect on cpu: it is for"),
+        (CPU, {"sleep": True}, "sleep has no effect on cpu: it is for GPUs"),
+        (CPU, {"memory_fraction": 0.4}, "memory_fraction has no effect on cpu: it is for GPUs"),
+        (CPU, {"memory_fraction": 1.5}, r"memory_fraction=1\.5: give a number above 0 and at most"),
+        (CPU, {"attention_backend": "FLASH"}, "attention_backend='FLASH': allowed are TORCH_SDPA,"),
+        (CPU, {"timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
         (
-            {"tensor_parallel_size": 2},
-            "2",
-            "an engine of several GPUs takes a trainer of one process",
+            CPU,
+            {"start_timeout_s": -1.0},
+            r"start_timeout_s=-1\.0: give a number of seconds above 0",
         ),
-        (
-            {"tensor_parallel_size": 2, "memory_fraction": 0.5},
-            "1",
-            "no effect with tensor_parallel_size=2",
-        ),
+        (GPU, {"tensor_parallel_size": 2}, "takes a trainer of one process"),
+        (GPU, {"tensor_parallel_size": 2, "memory_fraction": 0.5}, "with tensor_parallel_size=2"),
     ],
 )
-def test_several_gpus_for_an_engine(monkeypatch, options, processes, message):
-    monkeypatch.setenv("WORLD_SIZE", processes)
+def test_wrong_options(monkeypatch, device, options, message):
+    monkeypatch.setenv("WORLD_SIZE", "1" if "memory_fraction" in options else "2")
     with pytest.raises(ValueError, match=message):
-        VllmOmniEngine.check(SD3, [], torch.device("cuda"), options)
+        VllmOmniEngine.check(SD3, [], device, options)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("quantization=fp8", "does not quantize"), ("timeout=3", r"did you mean 'timeout_s'\?")],
+)
+def test_wrong_options_fail_before_anything_is_loaded(train, capsys, option, message):
+    assert train("rollout.name=vllm_omni", f"rollout.engine_kwargs.{option}") == 2
+    assert re.search(rf"rollout\.engine_kwargs.*{message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("pipeline_class", "absent", "message"),
     [
-        (
-            "NewPipeline",
-            [],
-            r"WanPipeline; model\.path is a NewPipeline: set rollout\.name=",
-        ),
+        ("NewPipeline", [], r"WanPipeline; model\.path is a NewPipeline: set rollout\.name="),
         ("ZImagePipeline", [], r"a ZImagePipeline \(vLLM-Omni 0\.30 gives its prompts no mask"),
-        ("SanaPipeline", [], r"a SanaPipeline \(vLLM-Omni 0\.30 has none for Sana's images\)"),
-        ("QwenImageEditPlusPipeline", [], r"it edits images, and the engine gets texts alone"),
         ("FluxPipeline", ["text_encoder_2"], r"model\.path has no text_encoder_2"),
-        (
-            SD3,
-            ["image_encoder", "text_encoder_3"],
-            r"needs every text encoder, and model\.path has no text_encoder_3",
-        ),
+        (SD3, ["image_encoder", "text_encoder_3"], r"model\.path has no text_encoder_3"),
     ],
 )
 def test_a_model_that_the_engine_cannot_sample(pipeline_class, absent, message):
