@@ -142,11 +142,10 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             environment = child_environment(os.environ, model.device, tensor_parallel_size)
             process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
             (done,) = process.ask("start", start, timeout_s=start_timeout_s)
-            quantized, layers = done.fields["quantized"], done.fields["layers"]
-            if quantization is not None and quantized == 0:
+            if quantization is not None and done.fields["quantized"] == 0:
                 process.fail(
                     f"ignored rollout.engine_kwargs.quantization={quantization}: none of the "
-                    f"{layers} layers of its transformer holds quantized weights; drop the key"
+                    f"{done.fields['layers']} layers of its transformer holds quantized weights"
                 )
             return process
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.engine_children import gone
 from support.launching import launch_environment, wait_for
 
 from flowgrpo_rc.distributed.launch import launch
@@ -161,13 +162,4 @@ def test_children_do_not_outlive_their_launcher(script, tmp_path, signals):
         os.killpg(launcher.pid, number)
         time.sleep(0.5)  # the second signal is not merged with the first
     assert launcher.wait(timeout=60) != 0
-    wait_for(lambda: not any(is_running(int(path.read_text())) for path in files))
-
-
-def is_running(pid: int) -> bool:
-    """Returns whether there is such a process, and not only what its parent has to collect."""
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert all(gone(int(path.read_text())) for path in files)

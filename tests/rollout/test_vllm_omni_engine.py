@@ -48,7 +48,7 @@ SD3 = "StableDiffusion3Pipeline"
     ],
 )
 def test_wrong_options(monkeypatch, device, options, message):
-    monkeypatch.setenv("WORLD_SIZE", "1" if "memory_fraction" in options else "2")
+    monkeypatch.setenv("WORLD_SIZE", "2" if "one process" in message else "1")
     with pytest.raises(ValueError, match=message):
         VllmOmniEngine.check(SD3, [], device, options)
 
