@@ -100,14 +100,17 @@ class PolicyUpdate:
         """
         backward = partial(self._backward, metrics=metrics)
         mini, parts = self._algorithm.loss(mini, backward, metrics, updates=self._updates_here)
-        # Sums until here: one division by what the loss counts in the mini-batch of all processes.
+        self._divide_gradients(parts)
+        self._step(metrics)
+        return mini
+
+    def _divide_gradients(self, parts: Tensor) -> None:
+        """Sums the gradients over processes, and divides once by what the loss counts in all."""
         self._processes.sum_gradients(self.parameters)
         scale = 1 / denominator(parts, self._processes.sum)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        self._step(metrics)
-        return mini
 
     def _backward(self, forward: Forward, metrics: MetricBag) -> None:
         """Adds the gradient of a forward, and of its KL penalty if there is one."""
