@@ -132,23 +132,6 @@ class Processes:
         found: list[str] = broadcast_object_list([text])
         return found[0]
 
-    def rows_of_all(self, rows: Tensor, first: int, total: int) -> Tensor:
-        """Puts rows [k, ...] of all processes, each with its k, together at their places.
-
-        Args:
-          rows: the rows of this process.
-          first: the place of the first of them; the others follow.
-          total: number of rows of the whole. Rows beyond it are dropped.
-
-        Returns:
-          [total, ...] on the CPU, the same on all processes.
-        """
-        rows = rows[: max(0, total - first)]
-        # Every row comes from one process and is zero on the others, so their sum is the whole.
-        whole = rows.new_zeros((total, *rows.shape[1:]))
-        whole[first : first + len(rows)] = rows
-        return self.sum(whole.to(self.device)).cpu()
-
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:
         """Turns the errors of the communication library into `ProcessLost`, with advice."""

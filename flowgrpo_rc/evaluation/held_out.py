@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
@@ -54,7 +52,6 @@ class Scored(NamedTuple):
     """Samples of all processes, scored."""
 
     rewards: Rewards  # of this process's share
-    first: int  # place of the first of them among all
     shown: Sequence[Any]  # the first samples of all, the same on all processes
 
 
@@ -81,7 +78,7 @@ class Evaluator:
     def run(self, processes: Processes) -> HeldOutScores:
         """Evaluates this process's contiguous share; the metrics are exact after reduction."""
         prompts = self._prompts[:NUM_SHOWN]
-        rewards, first, shown = score_samples(
+        rewards, shown = score_samples(
             self._sample,
             self._prompts,
             self._seeds,
@@ -92,7 +89,7 @@ class Evaluator:
         )
         metrics = MetricBag()
         record_rewards(metrics, rewards, prefix="val", total="reward")
-        scores = processes.rows_of_all(rewards.total, first, len(prompts)).tolist()
+        scores = processes.gather_objects(rewards.total.tolist())[: len(prompts)]
         return HeldOutScores(metrics, shown, prompts, scores)
 
 
@@ -137,9 +134,5 @@ def score_samples(
         if showing:
             made.extend(drawn.samples)
     collected = collect_rewards(rewards, handles, processes, grouped=False)
-    shown: Any = ()
-    if show and isinstance(made[0], str):
-        shown = processes.gather_objects(made)[:show]
-    elif show:
-        shown = processes.rows_of_all(torch.from_numpy(np.stack(made)), first, show).numpy()
-    return Scored(collected, first, shown)
+    # Shares are contiguous, so those of all processes follow each other.
+    return Scored(collected, processes.gather_objects(made)[:show] if show else ())

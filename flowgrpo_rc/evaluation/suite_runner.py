@@ -123,7 +123,7 @@ class SuiteRunner:
         self._rewards.close()
 
     def _scores(self, processes: Processes, *, show: bool) -> SuiteScores:
-        rewards, first, shown = score_samples(
+        rewards, shown = score_samples(
             self._sample,
             self._prompts,
             self._seeds,
@@ -134,7 +134,7 @@ class SuiteRunner:
         )
         named = {TOTAL: rewards.total, **rewards.parts}
         rows = torch.stack(list(named.values()), dim=1)
-        whole = processes.rows_of_all(rows, first, len(self._prompts)).numpy()
+        whole = np.stack(processes.gather_objects(list(rows.numpy())))
         shape = self._suite.seeds, len(self._suite.prompts)
         columns = {name: whole[:, i].reshape(shape).T for i, name in enumerate(named)}
         return SuiteScores(columns, shown)
