@@ -13,44 +13,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flowgrpo_rc.rollout.vllm_omni.channel import Message, receive, send
 
-if TYPE_CHECKING:
-    from flowgrpo_rc.rollout.vllm_omni.host import Host
-
-
-class Session:
-    """Answers requests. The request `start` makes the host, which imports vLLM-Omni."""
-
-    def __init__(self) -> None:
-        self._host: Host | None = None
-
-    async def answer(self, request: Message) -> AsyncIterator[Message]:
-        """Yields the replies to a request, the last of which is `done`."""
-        if request.kind == "start":
-            from flowgrpo_rc.rollout.vllm_omni.host import Host
-
-            self._host = Host(request.fields)
-            async for reply in self._host.start():
-                yield reply
-            return
-        assert self._host is not None, "the first request starts the engine"
-        replies = {"sync": self._host.sync, "generate": self._host.generate}[request.kind]
-        async for reply in replies(request.fields, request.tensors):
-            yield reply
-
-    def close(self) -> None:
-        """Ends the host, if there is one."""
-        if self._host is not None:
-            self._host.close()
-
 
 async def serve(connection: Connection) -> None:
-    """Answers until asked to close. Reports a request that fails; the trainer decides the rest."""
+    """Answers until asked to close. Reports a request that fails; the trainer decides the rest.
+
+    The request `start` makes the host, which imports vLLM-Omni.
+    """
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -63,15 +36,24 @@ async def serve(connection: Connection) -> None:
             os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=read, daemon=True).start()
-    session = Session()
+    host: Any = None
     while (request := await inbox.get()).kind != "close":
         try:
-            async for reply in session.answer(request):
+            if host is None:
+                from flowgrpo_rc.rollout.vllm_omni.host import Host
+
+                host = Host(request.fields)
+                replies = host.start()
+            else:
+                answer = {"sync": host.sync, "generate": host.generate}[request.kind]
+                replies = answer(request.fields, request.tensors)
+            async for reply in replies:
                 send(connection, *reply)
         except Exception as error:  # the border of the process
             traceback.print_exc()
             send(connection, "error", {"error": f"{type(error).__name__}: {error}"}, {})
-    session.close()
+    if host is not None:
+        host.close()
 
 
 if __name__ == "__main__":

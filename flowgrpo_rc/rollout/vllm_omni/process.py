@@ -139,7 +139,11 @@ class EngineProcess:
         `what` went wrong, in words that follow "the engine".
         """
         how = _ending(self._kill())
-        self.log = self._saved_output()
+        handle, name = tempfile.mkstemp(prefix="flowgrpo_rc_vllm_omni_", suffix=".log")
+        self._output.seek(0)
+        with os.fdopen(handle, "wb") as log:
+            shutil.copyfileobj(self._output, log)
+        self.log = Path(name)
         lines = self.log.read_text(errors="replace").splitlines()
         tail = "\n".join(lines[-LOG_LINES:]) or "(empty)"
         self.close()
@@ -160,13 +164,6 @@ class EngineProcess:
             return receive(self._connection)
         except (EOFError, OSError):
             self.fail(f"broke off while it worked on {kind!r}", EngineLost)
-
-    def _saved_output(self) -> Path:
-        handle, name = tempfile.mkstemp(prefix="flowgrpo_rc_vllm_omni_", suffix=".log")
-        self._output.seek(0)
-        with os.fdopen(handle, "wb") as log:
-            shutil.copyfileobj(self._output, log)
-        return Path(name)
 
     def _kill(self) -> int | None:
         """Ends the child and all that it started; returns its exit status if it had one before."""
