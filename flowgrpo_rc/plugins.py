@@ -147,6 +147,12 @@ def check_choice(key: str, value: str, allowed: Iterable[str]) -> None:
         raise ValueError(f"{key}={value!r}: allowed are {', '.join(allowed)}")
 
 
+def check_least(key: str, value: float | None, least: float) -> None:
+    """Raises ValueError if a setting is a number below the least that is allowed."""
+    if value is not None and value < least:
+        raise ValueError(f"{key}={value}: give at least {least}")
+
+
 def load_function(path: str) -> Callable[..., Any]:
     """Loads a function, or another callable, by its path `my_package.my_module:name`.
 

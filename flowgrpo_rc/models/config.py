@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowgrpo_rc.plugins import check_choice
+from flowgrpo_rc.plugins import check_choice, check_least
 
 LORA_INITS = ("gaussian", "default")
 # Endings of files that hold the weights of a whole model, which other programs load.
@@ -69,10 +69,7 @@ class ModelConfig:
         check_choice("model.dtype", self.dtype, ("fp32", "bf16", "fp64"))
         check_choice("model.lora_init", self.lora_init, LORA_INITS)
         for key in ("lora_rank", "lora_alpha", "decode_batch_size"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                or_null = ", or null" if key == "decode_batch_size" else ""
-                raise ValueError(f"model.{key}={value}: give at least 1{or_null}")
+            check_least(f"model.{key}", getattr(self, key), 1)
         for key in ("offload_idle", "decode_batch_size", "adapter"):
             value = getattr(self, key)
             if value not in (None, False) and self.kind != "diffusion":

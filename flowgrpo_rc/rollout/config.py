@@ -10,7 +10,7 @@ from typing import Any
 from flowgrpo_rc.batch import SamplerSpec, TokenSpec
 from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, sliding_start, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
-from flowgrpo_rc.plugins import check_choice, check_engine_name
+from flowgrpo_rc.plugins import check_choice, check_engine_name, check_least
 from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.rollout.quantization import precision
 
@@ -282,9 +282,7 @@ class RolloutConfig:
         for key, allowed in ALLOWED.items():
             check_choice(f"rollout.{key}", attrgetter(key)(self), allowed)
         for key, least in LEAST.items():
-            value = attrgetter(key)(self)
-            if value is not None and value < least:
-                raise ValueError(f"rollout.{key}={value}: give at least {least}")
+            check_least(f"rollout.{key}", attrgetter(key)(self), least)
         if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
             raise ValueError(
                 f"rollout.temperature={self.temperature}, "

@@ -9,11 +9,19 @@ from importlib.util import find_spec
 from flowgrpo_rc.core.advantages import ESTIMATORS
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
-from flowgrpo_rc.plugins import check_choice, install_hint
+from flowgrpo_rc.plugins import check_choice, check_least, install_hint
 
 OLD_LOG_PROBS = ("auto", "recompute")
 REPLAYS = ("any", "aligned")
 OPTIMIZERS = ("adamw", "adamw_8bit")
+# Settings of the update that are 1 or more; those that may be null stand for all.
+COUNTS = (
+    "train_n",
+    "ppo_mini_batch_size",
+    "ppo_micro_batch_size_per_gpu",
+    "steps_per_forward",
+    "ppo_epochs",
+)
 LR_SCHEDULERS = ("constant", "linear", "cosine", "polynomial")
 
 
@@ -122,8 +130,7 @@ class EMAConfig:
         """Raises ValueError for a wrong setting."""
         if not 0 <= self.decay < 1:
             raise ValueError(f"actor.ema.decay={self.decay}: give a number from 0 to below 1")
-        if self.update_interval < 1:
-            raise ValueError(f"actor.ema.update_interval={self.update_interval}: give at least 1")
+        check_least("actor.ema.update_interval", self.update_interval, 1)
 
 
 @dataclass(kw_only=True)
@@ -163,18 +170,8 @@ class ActorConfig:
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
-        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
-        if self.train_n is not None and self.train_n < 1:
-            raise ValueError(
-                f"actor.train_n={self.train_n}: give at least 1, or null for all samples"
-            )
-        if self.steps_per_forward is not None and self.steps_per_forward < 1:
-            raise ValueError(
-                f"actor.steps_per_forward={self.steps_per_forward}: give at least 1, or null for "
-                "all steps of the window"
-            )
+        for name in COUNTS:
+            check_least(f"actor.{name}", getattr(self, name), 1)
         if self.use_kl_loss and not self.kl_loss_coef > 0:
             raise ValueError(
                 f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more "

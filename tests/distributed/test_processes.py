@@ -1,4 +1,4 @@
-"""A number of processes that does not fit is refused, and gradients are added in place."""
+"""Numbers of processes and launches that do not fit are refused; gradients are added in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 from support.launching import launch
 
+from flowgrpo_rc.cli import main
 from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.distributed.sharding import resolve_strategy
 
 GRADIENTS = """
 import torch
@@ -60,3 +62,34 @@ def test_a_gpu_has_its_number(monkeypatch: pytest.MonkeyPatch, given: str, used:
         process_index=0, num_processes=1, is_main_process=True, device=torch.device(given)
     )
     assert Processes(accelerator).device == torch.device(used)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "expected"),
+    [
+        ({}, "auto", "ddp"),
+        ({}, "fsdp2", "fsdp2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "auto", "fsdp2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "ddp", "ddp"),
+    ],
+)
+def test_the_strategy_follows_the_launcher(monkeypatch, launcher, given, expected):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    assert resolve_strategy(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version=1"),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading=true"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params=true"),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward=false"),
+    ],
+)
+def test_launcher_settings_that_are_refused(monkeypatch, overrides, capsys, launcher, words):
+    for name, value in ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} | launcher).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *overrides]) == 2
+    assert words in capsys.readouterr().err

@@ -1,14 +1,15 @@
-"""Parts that work now and then are on the device only during a call."""
+"""Parts that work now and then are on the device only during a call, and decode some at a time."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.image_rollouts import make_spec
-from torch import nn
+from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.core.random import normal
@@ -16,6 +17,7 @@ from flowgrpo_rc.models import offload
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
+from flowgrpo_rc.rollout.config import RolloutConfig
 
 CPU = torch.device("cpu")  # a copy stands for being on a device
 
@@ -109,3 +111,36 @@ def test_tensors_share_blocks_of_the_host(block: int, monkeypatch: pytest.Monkey
     blocks = {copied.untyped_storage().data_ptr() for copied in copies}
     assert len(blocks) == {1: 5, 600: 4, 2**20: 1}[block]
     assert {copied.data_ptr() % 64 for copied in copies} == {0}
+
+
+@pytest.mark.parametrize(("size", "decoded"), [(2, [2, 2, 1]), (5, [5]), (9, [5]), (None, [5])])
+def test_the_vae_gets_no_more_at_once(checkpoint, model, monkeypatch, size, decoded):
+    limited = load_model(ModelConfig(path=str(checkpoint), decode_batch_size=size), CPU)
+    vae = limited.pipeline.vae
+    decode = vae.decode
+    seen = []
+
+    def noting(latents: Tensor, *given: Any, **options: Any) -> Any:
+        seen.append(len(latents))
+        return decode(latents, *given, **options)
+
+    monkeypatch.setattr(vae, "decode", noting)
+    latents = normal((8, 8, 16), range(5))
+    spec = RolloutConfig().spec()
+    images = limited.decode(latents, spec)
+    assert seen == decoded
+    apart = np.abs(images.astype(int) - model.decode(latents, spec))
+    assert apart.max() <= 1  # batches of other sizes may round otherwise
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"decode_batch_size": 0}, "model.decode_batch_size=0: give at least 1"),
+        ({"decode_batch_size": 2, "kind": "causal_lm"}, "model.decode_batch_size=2 has no effect"),
+        ({"offload_idle": True, "kind": "causal_lm"}, "model.offload_idle=true has no effect"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace(".", r"\.")):
+        ModelConfig(path="x/y", **settings).validate()

@@ -1,11 +1,16 @@
-"""Workers of one machine load one after the other, where their models are on the way to a GPU."""
+"""Which GPUs workers get, when Ray may be asked, and how workers of one machine load in turn."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
+import pytest
+import torch
 from support.launching import run_alone
 from support.ray import needs_ray
+
+from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
 
 PROGRAM = """
 import os, sys, time
@@ -46,3 +51,41 @@ def test_workers_load_in_turn(tmp_path: Path) -> None:
         tuple(map(float, path.read_text().split())) for path in tmp_path.glob("loaded_*")
     )
     assert first[1] <= second[0]
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "trainers", "workers", "share", "expected"),
+    [
+        ("0,1,2,3", "cuda", 2, 2, 1, "2,3"),
+        ("4,7,GPU-a", "cuda", 1, 4, 0.5, "7,GPU-a"),
+        ("0,1,2", "cuda", 1, 1, 2, "1,2"),
+        ("0", "cpu", 1, 1, 1, "0"),
+        ("0", "cuda", 1, 9, 0, None),
+        ("", "cpu", 1, 2, 0, None),
+        ("0,1", "cuda", 1, 2, 1, "need 2, and of 2 GPUs here 1 train"),
+        ("0", "cpu", 1, 2, 1, "need 2, and of 1 GPUs here 0 train"),
+        ("0,1,2", "cuda", 1, 3, 0.6, "need 3, and of 3 GPUs here 1 train"),
+    ],
+)
+def test_workers_get_the_gpus_that_no_trainer_uses(
+    monkeypatch, visible, device, trainers, workers, share, expected
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    given = torch.device(device), trainers, workers, share
+    if expected and "need" in expected:
+        with pytest.raises(ValueError, match=expected):
+            spare_gpus(*given)
+    else:
+        assert spare_gpus(*given) == expected
+
+
+def test_an_address_is_tried() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        check_reachable(f"127.0.0.1:{server.getsockname()[1]}")
+    check_reachable("auto")
+    with pytest.raises(ValueError, match=r"rollout\.ray_address=there cannot be reached"):
+        check_reachable("there")
+    with pytest.raises(ValueError, match=r"rollout\.ray_address=127\.0\.0\.1:99999 cannot be"):
+        check_reachable("127.0.0.1:99999")

@@ -105,10 +105,9 @@ def test_saved_samples_and_their_report(trained_lm: CausalLM, tmp_path: Path) ->
     ((_, names, cells),) = first_and_last_samples(tmp_path)["tables"]
     assert names == ["prompt", "target", "Step 0", "score"]
     assert cells == [["1+<b>=", "3", "3\u2028", "1.00"], ["2+2=", "", "</td>", "failed"]]
-    for step, text in ((10, "middle"), (20, "last")):
-        task(trained_lm).save_samples(
-            stem.with_name(f"step_{step:06d}"), [text, "4"], prompts, [0.25, 0.0]
-        )
+    task(trained_lm).save_samples(
+        stem.with_name("step_000020"), ["last", "4"], prompts, [0.25, 0.0]
+    )
     ((_, names, cells),) = first_and_last_samples(tmp_path)["tables"]
     assert names[2:] == ["Step 0", "score", "Step 20", "score"]
     assert cells[0] == ["1+<b>=", "3", "3\u2028", "1.00", "last", "0.25"]
