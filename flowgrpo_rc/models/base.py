@@ -213,6 +213,12 @@ class FlowModel(ABC):
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         """Encodes prompts for `encode`, which has put the text encoders on the device."""
 
+    def _stock_encoding(self, prompts: Sequence[str], length: int, **options: Any) -> Any:
+        """Returns what the stock pipeline's `encode_prompt` gives for prompts of so many tokens."""
+        return self.pipeline.encode_prompt(
+            list(prompts), device=self.device, max_sequence_length=length, **options
+        )
+
     def _encode_negative(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         """Encodes negative prompts for `encode`, usually in the same way."""
         return self._encode(prompts, max_sequence_length=max_sequence_length)

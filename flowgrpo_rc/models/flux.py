@@ -45,9 +45,7 @@ class Flux(PackedModel):
             )
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        embeds, pooled, _ = self.pipeline.encode_prompt(
-            list(prompts), device=self.device, max_sequence_length=max_sequence_length
-        )
+        embeds, pooled, _ = self._stock_encoding(prompts, max_sequence_length)
         return Conditioning(embeds=embeds, pooled=pooled)
 
     def _predict(

@@ -67,9 +67,7 @@ class Flux2Klein(EditingModel):
         return self.with_blank_images(super().blank_conditioning(count, spec), spec)
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        embeds, _ = self.pipeline.encode_prompt(
-            list(prompts), device=self.device, max_sequence_length=max_sequence_length
-        )
+        embeds, _ = self._stock_encoding(prompts, max_sequence_length)
         return Conditioning(embeds=embeds)
 
     def _encode_edit(

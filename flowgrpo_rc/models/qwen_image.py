@@ -68,7 +68,5 @@ class QwenImage(QwenFamily):
     pipeline_class = "QwenImagePipeline"
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        embeds, mask = self.pipeline.encode_prompt(
-            list(prompts), device=self.device, max_sequence_length=max_sequence_length
-        )
+        embeds, mask = self._stock_encoding(prompts, max_sequence_length)
         return Conditioning(embeds=embeds, mask=None if mask is None else mask.bool())

@@ -64,12 +64,11 @@ class Sana(FlowModel):
         max_sequence_length: int,
         instruction: list[str] | None = _INSTRUCTION,
     ) -> Conditioning:
-        embeds, mask, *_ = self.pipeline.encode_prompt(
-            list(prompts),
+        embeds, mask, *_ = self._stock_encoding(
+            prompts,
+            max_sequence_length,
             do_classifier_free_guidance=False,
-            max_sequence_length=max_sequence_length,
             complex_human_instruction=instruction,
-            device=self.device,
         )
         return Conditioning(embeds=embeds, mask=mask.bool())
 

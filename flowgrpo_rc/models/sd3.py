@@ -33,14 +33,8 @@ class StableDiffusion3(FlowModel):
     default_target_modules = JOINT_ATTENTION
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            list(prompts),
-            None,
-            None,
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_sequence_length,
-            device=self.device,
-        )
+        others = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+        embeds, _, pooled, _ = self._stock_encoding(prompts, max_sequence_length, **others)
         return Conditioning(embeds=embeds, pooled=pooled)
 
     def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:

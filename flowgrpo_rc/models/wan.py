@@ -64,11 +64,8 @@ class Wan(FlowModel):
             )
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        embeds, _ = self.pipeline.encode_prompt(
-            list(prompts),
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_sequence_length,
-            device=self.device,
+        embeds, _ = self._stock_encoding(
+            prompts, max_sequence_length, do_classifier_free_guidance=False
         )
         return Conditioning(embeds=embeds)
 

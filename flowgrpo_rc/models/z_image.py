@@ -44,11 +44,8 @@ class ZImage(FlowModel):
         check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        embeds, _ = self.pipeline.encode_prompt(
-            list(prompts),
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_sequence_length,
+        embeds, _ = self._stock_encoding(
+            prompts, max_sequence_length, do_classifier_free_guidance=False
         )
         lengths = torch.tensor([len(tokens) for tokens in embeds], device=self.device)
         padded = pad_sequence(embeds, batch_first=True)

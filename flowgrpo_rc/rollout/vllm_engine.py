@@ -36,10 +36,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
       checks that every kind of target module moves the log-probabilities.
 
     Args:
-      model: the trainer's model with its tokenizer.
-      network: its network with the LoRA.
-      dtype: precision of vLLM's weights.
-      chunk_size: samples in a chunk.
+      model, network, dtype, chunk_size: as of `RolloutEngine`.
       gpu_memory_utilization: vLLM's share of the whole GPU, which the trainer uses as well.
       kv_cache_memory_bytes: size of the cache alone; None lets vLLM decide.
       tensor_parallel_size: GPUs of the engine; above 1 only for a trainer of one process.

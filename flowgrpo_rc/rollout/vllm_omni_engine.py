@@ -71,21 +71,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     raises EngineError with the end of its log. An engine that has died or hangs is started again,
     with the same LoRA, and samples what is left of the request.
 
-    Args:
-      model: the trainer's model.
-      network: its transformer with the LoRA.
-      dtype: precision of the engine's weights.
-      chunk_size: samples in one forward.
-      tensor_parallel_size: GPUs of the engine; above 1 only for a trainer of one process.
-      quantization: a method of vLLM-Omni, for instance fp8. EngineError is raised if it
-        leaves all weights as they were.
-      attention_backend: one of `ATTENTION_BACKENDS`; None takes the platform's.
-      memory_fraction: largest share of the GPU's memory for the engine.
-      sleep: the engine's weights leave the GPU between rollouts, and before images are decoded.
-      enforce_eager: as in vLLM-Omni.
-      timeout_s: the longest silence during a request, in seconds.
-      start_timeout_s: the longest silence during the start, in seconds.
-      max_restarts: how often an engine that has died is started again in a run.
+    docs/vllm_omni.md describes the options.
     """
 
     kind = "diffusion"

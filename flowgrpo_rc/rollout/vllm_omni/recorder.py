@@ -38,9 +38,8 @@ class Sample:
     """The part of a request that vLLM-Omni's own parameters cannot hold.
 
     Attributes:
-      spec: the sampler's settings.
       schedule: the trainer's sigmas and timesteps.
-      shape: shape of one sample's latents.
+      shape: of one sample's latents.
       window: the stochastic steps, [T] int64.
       seed: everything random about the sample's steps follows from it.
       latent_seed: seed of the initial noise, which samples may share.
@@ -110,12 +109,9 @@ class Recorder:
     ) -> Tensor:
         """Returns the velocity by vLLM-Omni's transformer and its classifier-free guidance.
 
-        Args:
-          state: the transformer's inputs that both evaluations share.
-          texts: its inputs that depend on the prompt, then those of the negative prompt; without
-            the second there is no guidance.
-          scale: of the guidance.
-          normalize: whether the guided velocity keeps the length of the other.
+        `texts` are the transformer's inputs that depend on the prompt, then those of the negative
+        prompt; without the second there is no guidance. `normalize` has the guided velocity keep
+        the length of the other.
         """
         inputs = [{**state, **text, "return_dict": False} for text in texts]
         is_guided = len(inputs) == 2
@@ -135,9 +131,7 @@ class Recorder:
         """Does what a family's `diffuse` has to do.
 
         Args:
-          is_guided: whether a negative prompt guides.
-          scale: of the guidance.
-          normalize: as of `_guided`.
+          is_guided, scale, normalize: whether and how a negative prompt guides, as of `_guided`.
           texts: each input of the transformer that depends on the prompt -> its value for the
             prompt, and for the negative one.
           shared: its other inputs, without the state and the timestep.
