@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -127,10 +127,10 @@ class Processes:
                 reason = f"process 0 has not come to {where}, or misses another one"
             raise self._lost(reason) from error
 
-    def text_of_main(self, text: str) -> str:
-        """Returns the text that the main process gives, on all of them."""
-        found: list[str] = broadcast_object_list([text])
-        return found[0]
+    def from_main(self, value: T) -> T:
+        """Returns what the main process gives, which pickle can hold, on all of them."""
+        (found,) = broadcast_object_list([value])
+        return cast(T, found)
 
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:

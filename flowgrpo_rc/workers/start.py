@@ -8,7 +8,7 @@ from typing import Any
 
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.workers.cluster import Cluster, PoolSettings, join, spare_gpus, start_or_join
+from flowgrpo_rc.workers.cluster import PoolSettings, join, spare_gpus, start_or_join
 
 
 def start_workers(
@@ -32,16 +32,16 @@ def start_workers(
             f"rollout.workers={settings.num_workers}: the trainer's processes are on several "
             "machines. Start a Ray cluster, and give its rollout.ray_address"
         )
-    told = ""
+    cluster = None
     if processes.is_main:
         workers, gpus = settings.num_workers, None
         if address is None:
             gpus = spare_gpus(processes.device, here, workers, settings.num_gpus)
         cluster = start_or_join(address, workers * settings.num_cpus, gpus)
-        told = f"{cluster.address} {cluster.namespace} {cluster.token}"
-    found, namespace, token = processes.text_of_main(told).split(" ")
+    cluster = processes.from_main(cluster)
     if not processes.is_main:
-        join(Cluster(address=found, namespace=namespace, token=token))
+        assert cluster is not None
+        join(cluster)
     # From here on Ray may be imported: it has been told where to listen.
     import ray
 

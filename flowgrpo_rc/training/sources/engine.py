@@ -130,6 +130,7 @@ class EngineSource(RolloutSource):
         self.engine.close()
 
     def _seeds(self, prompts: PromptBatch) -> list[int]:
+        # By place in the global batch, so the number of processes changes no sample.
         return [
             derive_seed(self.seed, prompts.step, slot, index, "rollout")
             for slot in prompts.slots

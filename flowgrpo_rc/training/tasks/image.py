@@ -140,7 +140,7 @@ class ImageTask(Task):
             negative,
             spec,
             torch.empty((len(prompts), 0), dtype=torch.int64, device=model.device),
-            lambda step: latents,
+            lambda step: latents,  # never asked: no step of an empty window is stochastic
         )
         return HeldOut(model.decode(trajectory.final, spec) if decode else None, trajectory.final)
 
