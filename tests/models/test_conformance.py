@@ -237,28 +237,6 @@ def test_noise_zero_gives_the_stock_pipelines_output(any_subject, kind, guidance
     assert (apart > 0).mean() < 1e-3
 
 
-def test_guidance_makes_a_difference(any_subject: Subject) -> None:
-    """This holds for each of the guidance keys and for the negative prompt."""
-    model = any_subject.load()
-    tiny = any_subject.tiny
-    spec = tiny.spec("sde", tiny.guided)
-    latents = drawn(model, spec)
-    timesteps = torch.tensor([900.0, 300.0])
-    conditioning, negative = encode_prompts(model, prompts_for(tiny), spec)
-
-    def velocity(spec: SamplerSpec, negative: Conditioning | None) -> torch.Tensor:
-        return model.velocity(model.network, latents, timesteps, conditioning, negative, spec)
-
-    with torch.no_grad():
-        guided = velocity(spec, negative)
-        assert not torch.allclose(guided, velocity(spec, conditioning))
-        for key, scale in tiny.guided.items():
-            if scale > 1:
-                assert not torch.allclose(
-                    guided, velocity(tiny.spec("sde", tiny.guided | {key: 1.5}), negative)
-                )
-
-
 def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -> None:
     model = subject.load()
     tiny = subject.tiny
@@ -401,20 +379,13 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
 
 
 @pytest.mark.kernels
-def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(subject, capsys):
+def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(subject):
     model = subject.load()
     tiny = subject.tiny
     network = trained_lora(model)
     for guidance in GUIDANCE:
         batch, _ = roll(model, network, tiny, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
-        apart = difference(model, network, batch).abs()
-        with capsys.disabled():
-            by_step = ", ".join(f"{value:.1e}" for value in apart.mean(0).tolist())
-            print(
-                f"\nbf16 mismatch {type(model).__name__} {guidance}: mean {apart.mean():.1e}, max "
-                f"{apart.max():.1e}, by step {by_step}"
-            )
-        assert 1e-7 < apart.mean() < BF16_BOUND
+        assert 1e-7 < difference(model, network, batch).abs().mean() < BF16_BOUND
 
 
 @pytest.mark.parametrize("guidance", GUIDANCE)

@@ -7,11 +7,8 @@ import pytest
 import torch
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 
-from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.rollout.engine import ImageRequest
 
 
 @pytest.mark.kernels
@@ -39,24 +36,3 @@ def test_batch_holds_what_was_sampled(model: FlowModel) -> None:
     assert torch.equal(batch.all_timesteps, schedule.timesteps[batch.step_indices])
     # Sample 0 starts at step 0: its first state is the initial noise, bit for bit.
     assert torch.equal(batch.all_latents[0, 0], normal((8, 8, 16), [11], "latents")[0])
-
-
-def test_a_recorded_step_is_fed_to_the_next_one(model: FlowModel) -> None:
-    """At step t + 1 the model gets the very state that step t recorded."""
-    transformer = trained_lora(model)
-    fed: list[torch.Tensor] = []
-    engine = DiffusersEngine(model, transformer, dtype="fp32", chunk_size=4)
-    engine._policy.network.register_forward_pre_hook(
-        lambda module, args, kwargs: fed.append(kwargs["hidden_states"].clone()), with_kwargs=True
-    )
-    prompts = PromptBatch(step=1, prompts=[Prompt(text='"AB"', index=0)], slots=[0])
-    request = ImageRequest(
-        prompts=prompts,
-        samples_per_prompt=4,
-        spec=make_spec("sde", 1.0),
-        window=torch.arange(4).expand(4, 4),
-        seeds=[1, 2, 3, 4],
-    )
-    batch = next(engine.generate(request)).batch
-    for step in range(5):
-        assert torch.equal(fed[step], batch.all_latents[:, step])

@@ -343,28 +343,6 @@ def test_sync_writes_what_peft_would_and_replaces_the_adapter(vllm, model):
     assert not folders[-1].exists()
 
 
-# The warning is peft's own.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_peft_loads_the_adapter(vllm: FakeVllm, model: CausalLM, checkpoint: Path) -> None:
-    """PEFT is the oracle of the file's names and scale."""
-    from peft import PeftModel
-
-    engine = make(model)
-    generator = torch.Generator().manual_seed(0)
-    state = {k: 0.3 * torch.randn(v.shape, generator=generator) for k, v in state_of(model).items()}
-    engine.sync_weights(state, 1)
-    list(engine.generate(request([0, 1])))
-    folder = vllm.llms[0].calls[-1]["lora_request"].lora_path
-    for name, parameter in lora_parameters(model.network).items():
-        parameter.data.copy_(state[name])
-    ids = torch.tensor([[4, 13, 4, 14]])
-    ours = model.network(ids).logits
-    base = LlamaForCausalLM.from_pretrained(checkpoint)
-    assert not torch.allclose(ours, base(ids).logits, atol=1e-2)
-    theirs = PeftModel.from_pretrained(base, folder)(ids).logits
-    assert torch.allclose(ours, theirs, atol=1e-6)
-
-
 def test_other_tensors_are_refused(vllm: FakeVllm, model: CausalLM) -> None:
     engine = make(model)
     state = state_of(model)
