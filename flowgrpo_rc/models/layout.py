@@ -1,4 +1,4 @@
-"""Helpers of several adapters: sizes, schedules, packed latents, and pictures out of the VAE.
+"""What several adapters share: sizes, schedules, packed latents, and pictures out of the VAE.
 
 Legend: B samples, C latent channels, H and W latent height and width, F latent frames.
 """
@@ -13,7 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
-from flowgrpo_rc.models.base import Schedule
+from flowgrpo_rc.models.base import FlowModel, Schedule
 
 # Linear layers that get a LoRA by default: where text and picture attend to each other, and where
 # the picture attends to itself and then to the text.
@@ -144,3 +144,33 @@ def decode_picture(pipeline: Any, latents: Tensor) -> Tensor:
     vae = pipeline.vae
     decoded = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
     return pipeline.image_processor.postprocess(decoded, output_type="pt")
+
+
+class PackedModel(FlowModel):
+    """A flow model whose latents are tokens, [B, H/16 * W/16, 64], with evenly spaced sigmas.
+
+    A token is a patch of 2 x 2 latents, row by row; H and W are those of a picture in pixels.
+    """
+
+    def check(self, spec: SamplerSpec, key: str) -> None:
+        """Refuses sizes that do not fill whole patches."""
+        check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
+
+    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        """Returns one token for each patch of 2 x 2 latents, with all their channels."""
+        rows, columns = self._patches(spec)
+        return rows * columns, self.transformer.config.in_channels
+
+    def schedule(self, spec: SamplerSpec) -> Schedule:
+        """Returns evenly spaced sigmas, shifted for the number of tokens."""
+        num_tokens, _ = self.latent_shape(spec)
+        return linear_schedule(self.scheduler, spec.num_inference_steps, num_tokens, self.device)
+
+    def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
+        """Returns rows and columns of the image's tokens."""
+        side = 2 * self.pipeline.vae_scale_factor
+        return spec.height // side, spec.width // side
+
+    def _unpacked(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
+        """Returns tokens as a picture of latents, [B, 16, H/8, W/8]."""
+        return unpack(latents, *self._patches(spec))

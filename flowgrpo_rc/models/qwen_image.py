@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
-from flowgrpo_rc.models.layout import JOINT_ATTENTION, run_transformer, unscaled
-from flowgrpo_rc.models.packed import PackedModel
+from flowgrpo_rc.models.layout import JOINT_ATTENTION, PackedModel, run_transformer, unscaled
 
 
 class QwenFamily(PackedModel):
