@@ -72,8 +72,7 @@ from flowgrpo_rc.training.tasks.task import Task
 from flowgrpo_rc.training.tasks.text import TextTask
 from flowgrpo_rc.training.trainer import Trainer
 from flowgrpo_rc.training.update import PolicyUpdate
-from flowgrpo_rc.workers.cluster import PoolSettings
-from flowgrpo_rc.workers.start import start_workers
+from flowgrpo_rc.workers.cluster import PoolSettings, start_workers
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -15,12 +19,19 @@ from torch.nn.utils.rnn import pad_sequence
 from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.causal_lm import CausalLM
+from flowgrpo_rc.models.lora_files import peft_files
 from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.rollout.devices import showing, visible_device
-from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest, check_tensors
-from flowgrpo_rc.rollout.vllm_lora import VllmAdapter, max_lora_rank, module_of
+from flowgrpo_rc.rollout.engine import (
+    EngineError,
+    RolloutChunk,
+    RolloutEngine,
+    TextRequest,
+    check_tensors,
+)
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vLLM makes room for
 PROBE = [0, 1, 2, 3]  # tokens of any vocabulary
 
 
@@ -226,3 +237,76 @@ class VllmEngine(RolloutEngine[TextRequest]):
         )
         (completion,) = self._complete([PROBE], [self._sampling_params(spec, 0)])
         return completion.token_ids[0], completion.logprobs.logprobs[0]
+
+
+class VllmAdapter:
+    """The one adapter that a vLLM engine holds: a folder in peft's layout, named by a request.
+
+    Args:
+      engine: vLLM's LLMEngine.
+      base: path of the checkpoint.
+      config: its configuration, from the network's `peft_config`.
+
+    Attributes:
+      request: goes with all that is sampled; None for the base model.
+    """
+
+    def __init__(self, engine: Any, base: str, config: Any) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self.request: Any = None
+        self._make_request = LoRARequest
+        self._engine = engine
+        self._base = base
+        self._config = config
+        self._count = 0
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Makes LoRA tensors, all or some, the adapter, in place of the former one.
+
+        Each time it is a new adapter to vLLM, which caches weights by number and prefixes by name.
+        """
+        self.drop()
+        self._count += 1
+        # vLLM may read the folder again as long as the adapter is in use, so it stays until then.
+        folder = Path(mkdtemp(prefix="flowgrpo_rc_lora_"))
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder)
+        targets = sorted({module_of(key) for key in state})
+        files = peft_files(
+            state,
+            rank=self._config.r,
+            alpha=self._config.lora_alpha,
+            target_modules=targets,
+            base=self._base,
+        )
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        self.request = self._make_request(
+            lora_name=f"policy_{self._count}", lora_int_id=self._count, lora_path=str(folder)
+        )
+        added = self._engine.add_lora(self.request)
+        if not added or list(self._engine.list_loras()) != [self._count]:
+            raise EngineError(f"vLLM did not take over LoRA adapter {self._count}")
+
+    def drop(self) -> None:
+        """Removes the adapter, if there is one, and its folder."""
+        if self.request is not None:
+            self._engine.remove_lora(self.request.lora_int_id)
+            self._remove_folder()
+            self.request = None
+
+
+def module_of(key: str) -> str:
+    """Returns the module that a LoRA tensor belongs to.
+
+    `model.layers.0.self_attn.q_proj.lora_A.default.weight` gives `model.layers.0.self_attn.q_proj`.
+    """
+    return key.split(".lora_")[0]
+
+
+def max_lora_rank(rank: int) -> int:
+    """Returns the smallest rank that vLLM makes room for and that holds `rank`."""
+    fitting = [allowed for allowed in MAX_LORA_RANKS if allowed >= rank]
+    if not fitting:
+        raise ValueError(f"model.lora_rank={rank}: vLLM takes at most {MAX_LORA_RANKS[-1]}")
+    return fitting[0]

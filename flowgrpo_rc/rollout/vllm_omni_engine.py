@@ -30,8 +30,7 @@ from flowgrpo_rc.rollout.engine import (
     check_tensors,
 )
 from flowgrpo_rc.rollout.image_chunk import image_chunk
-from flowgrpo_rc.rollout.vllm_omni.channel import Message
-from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
+from flowgrpo_rc.rollout.vllm_omni.channel import Message, fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
 
 # Class of the checkpoint's pipeline -> class in `vllm_omni/pipelines/` that samples from it.

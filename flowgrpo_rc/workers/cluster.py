@@ -1,4 +1,7 @@
-"""The Ray cluster that a run samples on: one of its own, or one that is running."""
+"""The Ray cluster that a run samples on, one of its own or one that is running, and its workers.
+
+Ray is imported when the workers start, once it has been told where to listen.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.rollout.devices import showing, visible_gpus
-from flowgrpo_rc.rollout.engine import EngineError
+from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # tells nobody that it is used
@@ -75,6 +79,54 @@ class PoolSettings:
     staleness: int
     chunk_size: int
     in_turn: bool
+
+
+def start_workers(
+    make_engine: Callable[[], RolloutEngine[Any]],
+    settings: PoolSettings,
+    processes: Processes,
+    *,
+    address: str | None,
+) -> RolloutEngine[Any]:
+    """Starts workers that all processes of a run share; each process calls this.
+
+    They join the Ray cluster at `address`, or start one on this machine if that is None.
+
+    Raises:
+      EngineError: the cluster cannot be reached, or no worker starts.
+      ValueError: the workers ask for more GPUs than the trainer leaves.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes.count))
+    if address is None and here < processes.count:
+        raise ValueError(
+            f"rollout.workers={settings.num_workers}: the trainer's processes are on several "
+            "machines. Start a Ray cluster, and give its rollout.ray_address"
+        )
+    cluster = None
+    if processes.is_main:
+        workers, gpus = settings.num_workers, None
+        if address is None:
+            gpus = spare_gpus(processes.device, here, workers, settings.num_gpus)
+        cluster = start_or_join(address, workers * settings.num_cpus, gpus)
+    cluster = processes.from_main(cluster)
+    if not processes.is_main:
+        assert cluster is not None
+        join(cluster)
+    # From here on Ray may be imported: it has been told where to listen.
+    import ray
+
+    from flowgrpo_rc.workers.engine import WorkersEngine
+
+    try:
+        if not processes.is_main:
+            processes.wait()  # for the pool
+            return WorkersEngine(None, settings, processes.device)
+        engine = WorkersEngine(make_engine, settings, processes.device)
+        processes.wait()
+        return engine
+    except Exception:
+        ray.shutdown()
+        raise
 
 
 def spare_gpus(

@@ -31,8 +31,7 @@ from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.plugins import build, load_class
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.engine import RolloutEngine, TextRequest
-from flowgrpo_rc.rollout.vllm_engine import DTYPES, VllmEngine
-from flowgrpo_rc.rollout.vllm_lora import MAX_LORA_RANKS, max_lora_rank
+from flowgrpo_rc.rollout.vllm_engine import DTYPES, MAX_LORA_RANKS, VllmEngine, max_lora_rank
 
 INTERFACE = json.loads(
     (Path(__file__).parents[1] / "vllm_real" / "interface_0_30_0.json").read_text()

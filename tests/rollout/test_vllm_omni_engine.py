@@ -17,8 +17,7 @@ from torch import nn
 
 from flowgrpo_rc.models.base import adapters_by_pipeline
 from flowgrpo_rc.rollout import vllm_omni_engine
-from flowgrpo_rc.rollout.vllm_omni.channel import Message
-from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
+from flowgrpo_rc.rollout.vllm_omni.channel import Message, fingerprint
 from flowgrpo_rc.rollout.vllm_omni_engine import PIPELINES, REFUSED, VllmOmniEngine
 
 CPU = torch.device("cpu")

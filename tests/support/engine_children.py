@@ -10,8 +10,7 @@ FAKE = """
 import json, os, sys, time
 from multiprocessing.connection import Connection
 from safetensors.torch import load
-from flowgrpo_rc.rollout.vllm_omni.channel import receive, send
-from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
+from flowgrpo_rc.rollout.vllm_omni.channel import fingerprint, receive, send
 connection = Connection(int(sys.argv[1]))
 count = 0
 while True:

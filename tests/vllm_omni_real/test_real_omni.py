@@ -30,7 +30,7 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import EngineError, ImageRequest, RolloutChunk, RolloutEngine
-from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
+from flowgrpo_rc.rollout.vllm_omni.channel import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni_engine import PIPELINES, VllmOmniEngine
 
 if find_spec("vllm_omni") is None:

@@ -30,7 +30,7 @@ from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.rollout import vllm_lora
+from flowgrpo_rc.rollout import vllm_engine
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.engine import TextRequest
 from flowgrpo_rc.rollout.vllm_engine import VllmEngine
@@ -192,12 +192,12 @@ def test_an_exported_lora_is_the_same_policy(engine, model, config, tmp_path, mo
 
 def test_adapter_that_binds_nothing_is_refused(engine, monkeypatch):
     engine._adapter.drop()
-    files = vllm_lora.peft_files
+    files = vllm_engine.peft_files
 
     def elsewhere(state: dict[str, Tensor], **given: Any) -> dict[str, bytes]:
         return files({f"language_model.{name}": t for name, t in state.items()}, **given)
 
-    monkeypatch.setattr(vllm_lora, "peft_files", elsewhere)
+    monkeypatch.setattr(vllm_engine, "peft_files", elsewhere)
     with pytest.raises(ValueError, match=r"model\.target_modules: .*down_proj"):
         engine._check_binding()
     engine._adapter.drop()

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from accelerate import Accelerator
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.workers.cluster import PoolSettings
-from flowgrpo_rc.workers.start import start_workers
+from flowgrpo_rc.workers.cluster import PoolSettings, start_workers
 
 
 def load(folder):

@@ -1,15 +1,17 @@
-"""Messages between trainer and engine: a JSON object, and tensors as safetensors.
+"""Messages between trainer and engine: a JSON object, and tensors as safetensors, never pickles.
 
-Nothing is unpickled.
+The LoRA travels as the engine holds it, and its fingerprint back, by which both sides compare.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -36,3 +38,34 @@ def receive(connection: Connection) -> Message:
     """Waits for one message. EOFError or OSError if the other end is gone."""
     header = json.loads(connection.recv_bytes())
     return Message(header["kind"], header["fields"], load(connection.recv_bytes()))
+
+
+def weights_to_bind(
+    state: Mapping[str, Tensor], *, adapter: str, scale: float, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Returns the tensors that the engine must hold: in its precision, alpha / rank in lora_B.
+
+    Args:
+      state: name -> tensor in the trainer's network, such as
+        `blocks.0.attn.to_q.lora_A.default.weight`.
+      adapter: the adapter's name, `default` in that example; peft's files and new names lack it.
+      scale: alpha / rank.
+      dtype: the engine's precision.
+    """
+    return {
+        name.replace(f".{adapter}.", "."): (tensor * scale if ".lora_B." in name else tensor).to(
+            "cpu", dtype
+        )
+        for name, tensor in state.items()
+    }
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Computes SHA-256 over names, types, shapes and bytes of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return digest.hexdigest()

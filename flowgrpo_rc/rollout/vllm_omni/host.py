@@ -20,8 +20,7 @@ from vllm_omni.platforms import current_omni_platform
 
 from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, Schedule
-from flowgrpo_rc.rollout.vllm_omni.channel import Message
-from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
+from flowgrpo_rc.rollout.vllm_omni.channel import Message, fingerprint
 from flowgrpo_rc.rollout.vllm_omni.recorder import EXTRA, RECORDED, Sample
 
 PACKAGE = "flowgrpo_rc.rollout.vllm_omni"

@@ -15,8 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.rollout.vllm_omni.channel import receive, send
-from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
+from flowgrpo_rc.rollout.vllm_omni.channel import fingerprint, receive, send, weights_to_bind
 
 
 @pytest.fixture
