@@ -243,7 +243,7 @@ def test_a_processor_whose_int8_products_overflow_is_refused(checkpoint, monkeyp
     config.model.path = str(checkpoint)
     config.rollout.quantization = "int8_dynamic"
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    words = r"int8_dynamic: this processor's integer kernels overflow .* Set .*quantization=int8,"
+    words = r"int8_dynamic: this processor's integer kernels overflow.* Set .*quantization=int8,"
     with pytest.raises(ValueError, match=words):
         check_engine.check_machine(config, torch.device("cpu"))
     network = nn.Sequential(nn.ModuleList([nn.Linear(8, 8)]))
