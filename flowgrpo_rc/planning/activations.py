@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -19,15 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import DTYPES, FlowModel
-
-_Run = tuple[str, int, int]  # blocks of a kind in a list of a network: its name, first and end
-_Inputs = tuple[Tensor, Tensor, Conditioning, Conditioning | None]
 
 
 class PeakMemory(TorchDispatchMode):
@@ -84,16 +81,8 @@ def samples_at_once(config: Config) -> Mapping[str, int]:
     }
 
 
-def activations(config: Config, model: FlowModel) -> dict[str, int]:
-    """Measures what each phase needs beside weights and states, in bytes; they do not coincide."""
-    return {
-        phase: phase_bytes(phase, config, model, samples)
-        for phase, samples in samples_at_once(config).items()
-    }
-
-
 def phase_bytes(phase: str, config: Config, model: FlowModel, samples: int) -> int:
-    """Measures the activations of one phase.
+    """Measures the activations of one phase, in bytes.
 
     Of several transformers the first is measured: each row goes through one of them.
 
@@ -108,19 +97,17 @@ def phase_bytes(phase: str, config: Config, model: FlowModel, samples: int) -> i
     if phase == "update":
         rows = samples * rows_at_once(config) // config.actor.ppo_micro_batch_size_per_gpu
         return measured(model.transformer, partial(_train, config, model, rows))
-    spec, dtype = config.rollout.spec(), None
-    if phase == "rollout":
-        dtype = DTYPES[config.rollout.dtype]
-    else:  # held-out samples are made with the trainer's network
-        spec = config.rollout.held_out_spec()
+    samples_held_out = phase == "evaluation"  # with the trainer's network
+    spec = config.rollout.held_out_spec() if samples_held_out else config.rollout.spec()
+    mixed = samples_held_out and config.trainer.mixed_precision == "bf16"
 
     def forward(network: Any) -> int:
         inputs = blank_inputs(model, samples, spec)
-        mixed = phase == "evaluation" and config.trainer.mixed_precision == "bf16"
         with as_on_a_card(mixed), torch.no_grad(), PeakMemory() as memory:
             model.velocity(network, *inputs, spec)
         return memory.peak
 
+    dtype = None if samples_held_out else DTYPES[config.rollout.dtype]
     return measured(model.transformer, forward, dtype)
 
 
@@ -143,13 +130,13 @@ def _train(config: Config, model: FlowModel, rows: int, network: Any) -> int:
 
 def _decoding(config: Config, model: FlowModel, samples: int) -> int:
     """Measures the decoding of final latents."""
-    whole = model.pipeline.vae
+    whole, spec = model.pipeline.vae, config.rollout.spec()
 
     def decode(vae: Any) -> int:
         model.pipeline.vae = vae
-        latents = torch.empty(samples, *model.latent_shape(config.rollout.spec()))
+        latents = torch.empty(samples, *model.latent_shape(spec))
         with torch.no_grad(), PeakMemory() as memory:
-            model._decode(latents, config.rollout.spec())
+            model._decode(latents, spec)
         return memory.peak
 
     try:
@@ -161,30 +148,25 @@ def _decoding(config: Config, model: FlowModel, samples: int) -> int:
 @contextmanager
 def as_on_a_card(mixed: bool) -> Iterator[None]:
     """Enters bf16 autocast if asked for, and lets torch normalize in fp32 there, as CUDA does."""
-    if not mixed:
-        yield
-        return
     own = {name: getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm")}
 
     def in_fp32(normalize: Any, *args: Any, **options: Any) -> Any:
-        wide = {name: _fp32(value) for name, value in options.items()}
-        return normalize(*map(_fp32, args), **wide)
+        args, options = tree_map_only(Tensor, Tensor.float, (args, options))
+        return normalize(*args, **options)
 
     try:
-        for name, normalize in own.items():
+        for name, normalize in own.items() if mixed else ():
             setattr(F, name, partial(in_fp32, normalize))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
             yield
     finally:
         for name, normalize in own.items():
             setattr(F, name, normalize)
 
 
-def _fp32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) else value
-
-
-def blank_inputs(model: FlowModel, rows: int, spec: SamplerSpec) -> _Inputs:
+def blank_inputs(
+    model: FlowModel, rows: int, spec: SamplerSpec
+) -> tuple[Tensor, Tensor, Conditioning, Conditioning | None]:
     """Returns latents, timesteps, conditioning and negative of `rows` samples."""
     conditioning = model.blank_conditioning(rows, spec)
     negative = model.blank_conditioning(rows, spec) if model.cfg_scale(spec) > 1 else None
@@ -209,8 +191,19 @@ def measured(
     lengths = [stop - start for _, start, stop in runs]
 
     def shortened(longer: int | None = None, more: int = 0) -> int:
-        few = [1 + more * (place == longer) for place in range(len(runs))]
-        return on_fakes(_shortened(network, runs, few), measure, dtype)
+        """Measures a copy with one block of each kind, and some more of one kind."""
+        left_out: list[tuple[str, slice]] = []
+        for place, (name, start, stop) in enumerate(runs):
+            left_out.append((name, slice(start + 1 + more * (place == longer), stop)))
+        # deepcopy takes what it finds in its memo: what is left out need not be copied.
+        memo: dict[int, Any] = {}
+        for name, blocks in left_out:
+            listed: Any = network.get_submodule(name)
+            memo |= {id(block): nn.Identity() for block in listed[blocks]}
+        copied: Any = copy.deepcopy(network, memo=memo)
+        for name, blocks in reversed(left_out):
+            del copied.get_submodule(name)[blocks]
+        return on_fakes(copied, measure, dtype)
 
     # Nothing is saved if the short copies have as many blocks together as the network.
     if (1 + 2 * len(runs)) * len(runs) + 3 * len(runs) < sum(lengths):
@@ -223,8 +216,8 @@ def measured(
     return on_fakes(copy.deepcopy(network), measure, dtype)
 
 
-def _runs(network: nn.Module) -> list[_Run]:
-    """Returns the blocks of a transformer by their kinds, in order; without kinds that are few."""
+def _runs(network: nn.Module) -> list[tuple[str, int, int]]:
+    """Returns where more than 3 blocks of a kind follow each other: name of a list, first, end."""
 
     def kind(block: nn.Module) -> list[tuple[str, torch.Size, bool]]:
         return [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]
@@ -234,26 +227,10 @@ def _runs(network: nn.Module) -> list[_Run]:
         start = 0
         for _, group in groupby(blocks if isinstance(blocks, nn.ModuleList) else (), kind):
             stop = start + len(list(group))
-            found.append((name, start, stop))
+            if stop - start > 3:
+                found.append((name, start, stop))
             start = stop
-    return [(name, start, stop) for name, start, stop in found if stop - start > 3]
-
-
-def _shortened(network: nn.Module, runs: Sequence[_Run], lengths: Sequence[int]) -> nn.Module:
-    """Returns a copy with as many blocks of each run as `lengths` say."""
-    left_out = [
-        (name, slice(start + length, stop))
-        for (name, start, stop), length in zip(runs, lengths, strict=True)
-    ]
-    # deepcopy takes what it finds in its memo: what is left out afterwards need not be copied.
-    memo: dict[int, Any] = {}
-    for name, place in left_out:
-        blocks: Any = network.get_submodule(name)
-        memo |= {id(block): nn.Identity() for block in blocks[place]}
-    shorter: Any = copy.deepcopy(network, memo=memo)
-    for name, place in reversed(left_out):
-        del shorter.get_submodule(name)[place]
-    return shorter
+    return found
 
 
 def on_fakes(
@@ -270,12 +247,9 @@ def on_fakes(
         return torch.empty(tensor.shape, dtype=wanted, device="cpu")
 
     with FakeTensorMode(allow_non_fake_inputs=True):
+        network._apply(fake)
         for module in network.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    new = nn.Parameter(fake(parameter), parameter.requires_grad)
-                    module._parameters[name] = new
-            for name, tensor in [*module._buffers.items(), *vars(module).items()]:
-                if isinstance(tensor, Tensor):
-                    setattr(module, name, fake(tensor))
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Tensor):  # neither a parameter nor a buffer
+                    setattr(module, name, fake(value))
         return measure(network)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
@@ -38,8 +39,7 @@ class Line:
         return self.one + (samples - 1) * self.more
 
 
-# Activations by the number of samples, of each phase; `checkpointed` is an update that computes
-# activations again.
+# By phase; `checkpointed` is an update that computes activations again.
 Needs = Mapping[str, Line]
 
 
@@ -61,8 +61,7 @@ def activations_of(needs: Needs, config: Config) -> dict[str, int]:
     lines = {**needs, "shown": needs["decoding"]}
     if config.model.gradient_checkpointing:
         lines["update"] = needs["checkpointed"]
-    at_once = samples_at_once(config)
-    return {phase: lines[phase].at(samples) for phase, samples in at_once.items()}
+    return {phase: lines[phase].at(samples) for phase, samples in samples_at_once(config).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +97,17 @@ class Proposal:
 
 
 class Fitter:
-    """Finds settings for cards of several sizes; measures activations once."""
+    """Finds settings for cards of several sizes; measures activations once.
+
+    Args:
+      job: the run, whose settings are the start.
+      needs: what `measure_needs` has found; None to measure it now.
+
+    Raises:
+      ValueError: the sizes of forwards are part of what is asked for.
+    """
 
     def __init__(self, job: Job, *, needs: Needs | None = None) -> None:
-        """Takes the settings to start from.
-
-        Args:
-          job: the run.
-          needs: what `measure_needs` has found; None to measure it now.
-
-        Raises:
-          ValueError: the sizes of forwards are part of what is asked for.
-        """
         if job.config.actor.replay == "aligned":
             raise ValueError(
                 "--fit: actor.replay=aligned ties the sizes of forwards in rollout and update to "
@@ -144,22 +142,19 @@ class Fitter:
         """
         config = self._job.config
         mini = config.samples_per_mini_batch(self._job.processes)
-        for checkpointing in (False, True):
-            for offload in (False, True):
-                for micro in (n for n in range(mini, 0, -1) if mini % n == 0):
-                    for sampled in _halves(chunk_size(config)):
-                        for decoded in _halves(min(sampled, _DECODED)):
-                            yield replace(
-                                config,
-                                model=replace(
-                                    config.model,
-                                    gradient_checkpointing=checkpointing,
-                                    offload_idle=offload,
-                                    decode_batch_size=decoded,
-                                ),
-                                rollout=replace(config.rollout, micro_batch_size_per_gpu=sampled),
-                                actor=replace(config.actor, ppo_micro_batch_size_per_gpu=micro),
-                            )
+        micros = [n for n in range(mini, 0, -1) if mini % n == 0]
+        for checkpointing, offload, micro in product((False, True), (False, True), micros):
+            actor = replace(config.actor, ppo_micro_batch_size_per_gpu=micro)
+            for sampled in _halves(chunk_size(config)):
+                rollout = replace(config.rollout, micro_batch_size_per_gpu=sampled)
+                for decoded in _halves(min(sampled, _DECODED)):
+                    model = replace(
+                        config.model,
+                        gradient_checkpointing=checkpointing,
+                        offload_idle=offload,
+                        decode_batch_size=decoded,
+                    )
+                    yield replace(config, model=model, rollout=rollout, actor=actor)
 
     def peak(self, config: Config) -> int:
         """Returns the bytes of one process with other settings of memory."""

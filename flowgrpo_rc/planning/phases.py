@@ -26,9 +26,8 @@ def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
         formula += ", or a flat copy of the gradients"
     steps = [("update", update, formula)]
     samples = samples_at_once(config)
-    vae, in_vae = 0, "the fp32 VAE"
-    if config.model.offload_idle:
-        vae, in_vae = job.parts["vae"], "the fp32 VAE, and the VAE"
+    idle = config.model.offload_idle
+    vae, in_vae = (job.parts["vae"], "the fp32 VAE, and the VAE") if idle else (0, "the fp32 VAE")
     if not config.rollout.workers:
         sampling, formula = found["rollout"], f"activations of {samples['rollout']} samples"
         if job.sleeps:
@@ -37,14 +36,13 @@ def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
         steps.append(("rollout", sampling, formula))
         formula = f"activations of {samples['decoding']} samples in {in_vae}"
         steps.append(("decoding", found["decoding"] + vae, formula))
-    if config.model.offload_idle:
-        encoders = job.others - job.parts["vae"]
-        steps.append(("encoding", encoders, "text encoders; their activations are small"))
+    if idle:
+        formula = "text encoders; their activations are small"
+        steps.append(("encoding", job.others - vae, formula))
     if config.trainer.val_before_train or config.trainer.test_freq >= 0:
         evaluation = max(found["evaluation"] + gathered, found["shown"] + vae)
-        formula = (
-            f"activations of {samples['evaluation']} samples, or of {samples['shown']} in {in_vae}"
-        )
+        formula = f"activations of {samples['evaluation']} samples"
+        formula += f", or of {samples['shown']} in {in_vae}"
         steps.append(("evaluation", evaluation, formula))
     loading = while_loading(job)
     if loading:

@@ -13,7 +13,7 @@ from pathlib import Path
 from flowgrpo_rc.config.checks import check_plan
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.architecture import find_architecture
-from flowgrpo_rc.planning.activations import activations
+from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
 from flowgrpo_rc.planning.phases import phases
 from flowgrpo_rc.planning.weights import (
     Job,
@@ -24,7 +24,7 @@ from flowgrpo_rc.planning.weights import (
     numbers_in,
     on_the_host,
 )
-from flowgrpo_rc.planning.work import counts, operations, told
+from flowgrpo_rc.planning.work import Count, counts, operations, told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Plan:
     phases: Sequence[Row]
     context: Row
     host: Sequence[Row]
-    counts: Sequence[tuple[str, str, str]]
+    counts: Sequence[Count]
 
     @property
     def held_bytes(self) -> int:
@@ -63,15 +63,15 @@ class Plan:
     def __str__(self) -> str:
         parameters = [(name, f"{count:,}", remark) for name, count, remark in self.parameters]
         memory = [*self.memory, ("sum", self.held_bytes, "all the time")]
-        sections = [("parameters", parameters), ("memory of a rank", _sized(memory))]
+        sections = {"parameters": parameters, "memory of a rank": _sized(memory)}
         if self.phases:
             largest = max(self.phases, key=lambda row: row[1])[0]
             formula = f"sum, CUDA and {largest}; measured with fake tensors, not on a card"
             besides = [self.context, *self.phases, ("peak", self.peak_bytes, formula)]
-            sections.append(("besides, one phase after the other", _sized(besides)))
-        sections.append(("memory of a machine's host", _sized(self.host)))
-        sections.append(("plan", list(self.counts)))
-        blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections]
+            sections["besides, one phase after the other"] = _sized(besides)
+        sections["memory of a machine's host"] = _sized(self.host)
+        sections["plan"] = [*self.counts]
+        blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections.items()]
         return "\n\n".join([self.title, *blocks])
 
 
@@ -87,15 +87,17 @@ def make_plan(job: Job, *, measure: bool = True) -> Plan:
     share = 100 * job.trained / numbers_in(job.model.network)
     whose = "transformers" if len(job.model.networks) > 1 else "transformer"
     parameters.append(("LoRA", job.trained, f"trained: {share:.2f}% of the {whose}"))
-    where = f"{job.processes} process"
-    if job.processes > 1:
-        where += f"es, {job.strategy}"
-    effort = [told(operations(job).of_a_step(job))] if measure else []
+    where = f"{job.processes} processes, {job.strategy}" if job.processes > 1 else "1 process"
+    found, effort = {}, []
+    if measure:
+        for phase, samples in samples_at_once(job.config).items():
+            found[phase] = phase_bytes(phase, job.config, job.model, samples)
+        effort = [told(operations(job).of_a_step(job))]
     return Plan(
         title=f"{job.config.trainer.experiment_name}: {job.model.pipeline_class} on {where}",
         parameters=parameters,
         memory=memory(job),
-        phases=phases(job, activations(job.config, job.model)) if measure else (),
+        phases=phases(job, found) if measure else (),
         context=context(job),
         host=on_the_host(job),
         counts=[*counts(job), *effort],
@@ -119,26 +121,20 @@ def job_of(config: Config, processes: int, architectures: Path, *, nodes: int = 
         raise ValueError(
             f"plan knows flow models, model.kind=diffusion; model.kind={config.model.kind}"
         )
-    path = _location(config.model.path, architectures)
+    path: Path | str = Path(config.model.path).expanduser()
+    if not Path(path).exists():
+        path = find_architecture(config.model.path, architectures) or config.model.path
     # An exported LoRA to start from changes no size.
-    config = replace(config, model=replace(config.model, path=path, lora_path=None))
-    model = check_plan(config, processes)
-    assert model is not None, "a flow model"
-    return Job(config=config, model=model, processes=processes, nodes=nodes)
+    config = replace(config, model=replace(config.model, path=str(path), lora_path=None))
+    built = check_plan(config, processes)
+    assert built is not None, "a flow model"
+    return Job(config=config, model=built, processes=processes, nodes=nodes)
 
 
-def _location(path: str, architectures: Path) -> str:
-    """Returns the folder of a model, without weights for a hub id that `architectures` has."""
-    folder = Path(path).expanduser()
-    if folder.exists():
-        return str(folder)
-    return str(find_architecture(path, architectures) or path)
-
-
-def _sized(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+def _sized(rows: Sequence[Row]) -> list[Count]:
     return [(name, as_size(size), formula) for name, size, formula in rows]
 
 
-def _columns(rows: Sequence[tuple[str, str, str]]) -> str:
+def _columns(rows: Sequence[Count]) -> str:
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"  {a:{first}}  {b:>{second}}  {c}".rstrip() for a, b, c in rows)

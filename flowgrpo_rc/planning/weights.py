@@ -81,15 +81,19 @@ class Job:
     @property
     def sleeps(self) -> bool:
         """Whether that engine leaves the card between rollouts."""
-        asleep = bool(self.config.rollout.engine_kwargs.get("sleep"))
-        return self.has_engine_process and asleep
+        return self.has_engine_process and bool(self.config.rollout.engine_kwargs.get("sleep"))
 
     @property
     def engine(self) -> int:
         """The bytes of an engine that has a pipeline of its own."""
         vae = self.parts["vae"]
-        others = int(_scale(self.config) * (sum(self.parts.values()) - vae))
+        others = self.in_rollout(sum(self.parts.values()) - vae)
         return others + vae // 4 * DTYPES[self.config.rollout.dtype].itemsize
+
+    def in_rollout(self, size: int) -> int:
+        """Returns the bytes in the rollout's precision of what has `size` in the trainer's."""
+        rollout, trainer = (DTYPES[part.dtype] for part in (self.config.rollout, self.config.model))
+        return int(rollout.itemsize / trainer.itemsize * size)
 
 
 def numbers_in(part: nn.Module) -> int:
@@ -143,14 +147,12 @@ def while_loading(job: Job) -> int:
     fsdp2 splits the transformer, and a quantization packs the copy, when they are on the card as a
     whole.
     """
-    extra = 0
-    if job.strategy == "fsdp2":
-        extra += job.transformers - job.transformers // job.processes
+    split = job.transformers - job.transformers // job.processes if job.strategy == "fsdp2" else 0
     rollout = job.config.rollout
-    if rollout.quantization is not None and not rollout.workers:
-        linear, quantized = _quantized(job, rollout.quantization)
-        extra += max(0, linear * DTYPES[rollout.dtype].itemsize - quantized)
-    return extra
+    if rollout.quantization is None or rollout.workers:
+        return split
+    linear, quantized = _quantized(job, rollout.quantization)
+    return split + max(0, linear * DTYPES[rollout.dtype].itemsize - quantized)
 
 
 def context(job: Job) -> Row:
@@ -163,18 +165,16 @@ def context(job: Job) -> Row:
 def on_the_host(job: Job) -> list[Row]:
     """Returns the memory of a machine's host."""
     here = job.processes // job.nodes
-    idle = job.others if job.config.model.offload_idle else 0
-    rows = []
-    if idle:
+    idle, rows = 0, []
+    beside, loading = "", "a pipeline; processes load one after the other"
+    if job.config.model.offload_idle:
+        idle, beside = job.others, ", beside the idle models"
         formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"
         rows.append(("idle models", here * idle, formula))
+        loading = f"a pipeline{beside} of the processes that were first"
     if job.sleeps:
-        formula = f"engines of {here} process(es): {as_size(job.engine)} each"
-        formula += ", beside the idle models" if idle else ""
+        formula = f"engines of {here} process(es): {as_size(job.engine)} each{beside}"
         rows.append(("sleeping engines", here * (idle + job.engine), formula))
-    loading = "a pipeline; processes load one after the other"
-    if idle:
-        loading = "a pipeline, beside the idle models of the processes that were first"
     return [*rows, ("while loading", (here - 1) * idle + sum(job.parts.values()), loading)]
 
 
@@ -185,13 +185,11 @@ def _num_bytes(part: nn.Module) -> int:
 
 
 def _transformer(job: Job) -> Row:
-    shards = 1
+    shards, spread = 1, "whole on each rank"
     if job.strategy == "fsdp2":
         # Each machine holds the weights once, or all machines together with one process each.
         per_node = job.processes // job.nodes
         shards = per_node if per_node > 1 else job.processes
-    spread = "whole on each rank"
-    if shards > 1:
         spread = f"/ {shards} (fsdp2; {as_size(job.transformers)} while loading)"
     name = "transformers" if len(job.model.networks) > 1 else "transformer"
     formula = f"{job.config.model.dtype} weights and buffers, {spread}"
@@ -202,14 +200,13 @@ def _copy_that_samples(job: Job, strategy: str) -> Row:
     """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
     rollout = job.config.rollout
     if not engine_of(job.config).copies_network:
-        formula = f"{rollout.name} on the same card: a {rollout.dtype} pipeline"
+        where = f"{rollout.name} on the same card: a {rollout.dtype} pipeline"
         if job.sleeps:
-            formula += f", asleep but for the rollout: {as_size(job.engine)}"
-            return "rollout engine", 0, formula
-        return "rollout engine", job.engine, f"{formula}, always"
+            where += f", asleep but for the rollout: {as_size(job.engine)}"
+            return "rollout engine", 0, where
+        return "rollout engine", job.engine, f"{where}, always"
     itemsize = DTYPES[rollout.dtype].itemsize
-    size = int(_scale(job.config) * job.transformers)
-    lora = itemsize * job.trained
+    size, lora = job.in_rollout(job.transformers), itemsize * job.trained
     if rollout.quantization is not None:
         linear, quantized = _quantized(job, rollout.quantization)
         size += quantized - linear * itemsize
@@ -246,22 +243,14 @@ def _reward_models(config: Config) -> list[Row]:
     return rows
 
 
-def _scale(config: Config) -> float:
-    """Returns the bytes of a rollout weight over the bytes of a trained model's weight."""
-    return DTYPES[config.rollout.dtype].itemsize / DTYPES[config.model.dtype].itemsize
-
-
 def _quantized(job: Job, quantization: str) -> tuple[int, int]:
     """Returns how many weights of a copy are quantized, and their bytes as torchao packs them."""
     layers = quantized_layers(job.model.network)
     linear = sum(layer.weight.numel() for layer in layers)
     if quantization != "int4":
         return linear, linear + sum(4 * layer.out_features for layer in layers)
-    size = 0
-    for layer in layers:
-        # On a GPU int4 pads a weight to multiples of 8 rows and 1024 columns, and has a scale and a
-        # zero point of 16 bits for each group.
-        rows, columns = math.ceil(layer.out_features / 8), math.ceil(layer.in_features / 1024)
-        padded = rows * 8 * columns * 1024
-        size += padded // 2 + padded // INT4_GROUP * 4
-    return linear, size
+    # On a GPU int4 pads a weight to multiples of 8 rows and 1024 columns, and has a scale and a
+    # zero point of 16 bits for each group.
+    sizes = [(layer.out_features, layer.in_features) for layer in layers]
+    padded = sum(8 * math.ceil(rows / 8) * 1024 * math.ceil(cols / 1024) for rows, cols in sizes)
+    return linear, padded // 2 + padded // INT4_GROUP * 4

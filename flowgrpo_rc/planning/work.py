@@ -10,36 +10,35 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.activations import blank_inputs, measured
 from flowgrpo_rc.planning.weights import Job
 
 ASSUMED = 400e12  # operations that a card does in a second; the best of an H100 in bf16 is 990e12
 
+Count = tuple[str, str, str]  # name, number, formula
 
-def counts(job: Job) -> list[tuple[str, str, str]]:
-    """Returns what a run would do: name, number, formula."""
-    passes = ((name, f"{number:,}", formula) for name, number, formula in forwards(job))
+
+def counts(job: Job) -> list[Count]:
+    """Returns what a run would do."""
+    passes = [(name, f"{number:,}", formula) for name, number, formula in forwards(job)]
     return [*_samples(job), *passes, *_updates(job)]
 
 
-def _samples(job: Job) -> list[tuple[str, str, str]]:
-    rollout = job.config.rollout
-    algo, pipeline = rollout.algo, rollout.pipeline
-    prompts = job.config.data.train_batch_size
+def _samples(job: Job) -> list[Count]:
+    rollout, prompts = job.config.rollout, job.config.data.train_batch_size
+    pipeline, interval = rollout.pipeline, rollout.algo.sde_window_interval
     size, first, last = rollout.window()
     window = f"none of {pipeline.num_inference_steps}: the ODE"
     if size:
         window = f"{size} of the steps {first} to {last - 1}, of {pipeline.num_inference_steps}"
-        if algo.sde_window_interval is not None:
-            every = f"every {algo.sde_window_interval} training steps"
-            window += f"; sliding by one {every}"
+        if interval is not None:
+            window += f"; sliding by one every {interval} training steps"
     latents = job.model.latent_shape(rollout.spec())
-    shape = " x ".join(map(str, latents))
-    shape += f" for {pipeline.height} x {pipeline.width} pixels"
+    shape = f"{' x '.join(map(str, latents))} for {pipeline.height} x {pipeline.width} pixels"
     if pipeline.num_frames is not None:
         shape += f", {pipeline.num_frames} frames"
-    images = f"{prompts} prompts x {rollout.n}; {_per_rank(job)} on a rank"
+    on_a_rank = job.config.samples_per_step(job.processes)
+    images = f"{prompts} prompts x {rollout.n}; {on_a_rank} on a rank"
     groups = f"{rollout.n} samples each; {prompts // job.processes} on a rank"
     return [
         (f"{job.model.makes}s per step", f"{prompts * rollout.n:,}", images),
@@ -58,81 +57,66 @@ def forwards(job: Job) -> list[tuple[str, int, str]]:
       Name, number and formula of each kind.
     """
     config, actor, rollout = job.config, job.config.actor, job.config.rollout
-    each_sample = _each_sample(job)
-    guidance = " x 2 (guidance)" if each_sample == 2 else ""
+    each_sample, guidance = _guidance(job)
+    on_a_rank = config.samples_per_step(job.processes)
     steps = range(1, config.trainer.total_training_steps + 1)
     # A sliding window changes how many steps lie behind it.
     denoising = round(sum(map(rollout.evaluations, steps)) / len(steps))
-    sampled = _per_rank(job) * denoising * each_sample
-    formula = f"{_per_rank(job)} samples x {denoising} steps{guidance}"
-    rows = [("forwards, sampling", sampled, formula)]
+    formula = f"{on_a_rank} samples x {denoising} steps{guidance}"
+    rows = [("forwards, sampling", on_a_rank * denoising * each_sample, formula)]
     num_trained = config.trained_per_step(job.processes)
-    trained = num_trained * config.trained_steps() * each_sample
+    each = config.trained_steps() * each_sample
+    trained = num_trained * each
+    updated = trained * actor.ppo_epochs
+    old = "forwards, old policy"
     if config.knows_no_log_probs():
-        old = trained * actor.ppo_epochs
-        rows.append(("forwards, old policy", old, "no gradient; beside those with backward"))
+        rows.append((old, updated, "no gradient; beside those with backward"))
     elif not config.algorithm.rollout_correction.corrects_in_loss:
-        rows.append(_old_policy(job, trained))
-    formula = f"{num_trained} samples x {_trained_steps(config)}{guidance}"
+        why = config.why_recompute()
+        if why is not None:
+            # While rewards are scored nobody knows yet which samples are trained on.
+            rows.append((old, on_a_rank * each, f"no gradient; of every mini-batch: {why}"))
+        else:
+            first = trained * actor.ppo_mini_batch_size // config.data.train_batch_size
+            which = "of all mini-batches but the first, whose own forwards serve"
+            rows.append((old, trained - first, f"no gradient; {which}"))
+    formula = f"{num_trained} samples x {_trained_steps(job)}{guidance}"
     if actor.ppo_epochs > 1:
         formula += f" x {actor.ppo_epochs} epochs"
-    updated = trained * actor.ppo_epochs
     if actor.use_kl_loss:
         rows.append(("forwards, reference", updated, f"{formula}, no gradient (KL)"))
     return [*rows, ("forwards with backward", updated, formula)]
 
 
-def _per_rank(job: Job) -> int:
-    return job.config.samples_per_step(job.processes)
+def _guidance(job: Job) -> tuple[int, str]:
+    """Returns the forwards of a sample at one step, and what they add to a formula."""
+    guided = job.model.cfg_scale(job.config.rollout.spec()) > 1
+    return (2, " x 2 (guidance)") if guided else (1, "")
 
 
-def _each_sample(job: Job) -> int:
-    """Returns the forwards of a sample at one step."""
-    return 2 if job.model.cfg_scale(job.config.rollout.spec()) > 1 else 1
+def _trained_steps(job: Job) -> str:
+    what = "noise levels" if job.config.knows_no_log_probs() else "stochastic steps"
+    return f"{job.config.trained_steps()} {what}"
 
 
-def _trained_steps(config: Config) -> str:
-    """Says what is trained of a sample."""
-    what = "noise levels" if config.knows_no_log_probs() else "stochastic steps"
-    return f"{config.trained_steps()} {what}"
-
-
-def _old_policy(job: Job, trained: int) -> tuple[str, int, str]:
-    """Counts the forwards of the old policy; the first mini-batch may need none of its own.
-
-    Those of all mini-batches are made while rewards are scored, when nobody knows yet which samples
-    are trained on.
-    """
-    config = job.config
-    why = config.why_recompute()
-    if why is not None:
-        recomputed = _per_rank(job) * config.trained_steps() * _each_sample(job)
-        which = f"of every mini-batch: {why}"
-    else:
-        prompts = config.data.train_batch_size
-        recomputed = trained - trained * config.actor.ppo_mini_batch_size // prompts
-        which = "of all mini-batches but the first, whose own forwards serve"
-    return "forwards, old policy", recomputed, f"no gradient; {which}"
-
-
-def _updates(job: Job) -> list[tuple[str, str, str]]:
+def _updates(job: Job) -> list[Count]:
     config, actor = job.config, job.config.actor
+    each_sample, guidance = _guidance(job)
     prompts = config.data.train_batch_size
     mini = config.samples_per_mini_batch(job.processes)
     micro = actor.ppo_micro_batch_size_per_gpu
     size = config.trained_steps()
     together = actor.steps_per_forward or size
-    guided = " x 2 (guidance)" if _each_sample(job) == 2 else ""
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     steps = config.trainer.total_training_steps
     images = f"{steps * prompts * config.rollout.n:,} {job.model.makes}s in all"
-    rows = f"{micro} samples x {together} steps at once{guided}; its activations grow with them"
+    rows = f"{micro} samples x {together} steps at once{guidance}; its activations grow with them"
     mini_batches = f"{actor.ppo_mini_batch_size} prompts each, {mini} samples on a rank"
-    micro_batches = f"{mini} / {micro} samples x {_trained_steps(config)}, {together} at once"
+    micro_batches = f"{mini} / {micro} samples x {_trained_steps(job)}, {together} at once"
     return [
         ("mini-batches per step", str(updates), mini_batches),
         ("micro-batches each", f"{mini // micro * math.ceil(size / together)}", micro_batches),
-        ("rows of a micro-batch", f"{micro * together * _each_sample(job)}", rows),
+        ("rows of a micro-batch", f"{micro * together * each_sample}", rows),
         ("steps", f"{steps:,}", images),
         ("updates", f"{config.total_updates():,}", f"{updates} per step"),
     ]
@@ -171,19 +155,16 @@ def operations(job: Job) -> Operations:
                 velocity.square().mean().backward()
         return counter.get_total_flops()
 
-    found = (
-        measured(model.transformer, partial(counted, with_gradient=gradient))
+    each_sample, _ = _guidance(job)
+    forward, update = (
+        measured(model.transformer, partial(counted, with_gradient=gradient)) // each_sample
         for gradient in (False, True)
     )
-    return Operations(*(count // _each_sample(job) for count in found))
+    return Operations(forward, update)
 
 
-def told(number: int) -> tuple[str, str, str]:
+def told(number: int) -> Count:
     """Returns the row of a plan about the operations of one process in one step."""
-    speed = f"{ASSUMED / 1e12:.0f} TFLOP a second"
-    formula = (
-        f"of the transformer in a step; {number / ASSUMED:,.3g} s at {speed}, which is assumed"
-    )
-    peta = number / 1e15
-    size = f"{peta:,.1f} PFLOP" if peta >= 1 else f"{1000 * peta:,.2f} TFLOP"
-    return "work of a rank", size, formula
+    seconds = f"{number / ASSUMED:,.3g} s at {ASSUMED / 1e12:.0f} TFLOP a second"
+    size = f"{number / 1e15:,.1f} PFLOP" if number >= 1e15 else f"{number / 1e12:,.2f} TFLOP"
+    return "work of a rank", size, f"of the transformer in a step; {seconds}, which is assumed"

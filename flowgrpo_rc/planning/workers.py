@@ -23,13 +23,8 @@ _ROLLOUT = "timing_s/rollout"
 _REWARDS = "timing_s/reward_wait"
 _BUSY = "workers/busy_fraction"
 _GAIN = 0.01  # a smaller one is none
-_WITHOUT_EFFECT = {
-    "config_name": None,
-    "config_dir": None,
-    "processes": None,
-    "nodes": 1,
-    "fit": None,
-}
+# Options of a plan that a run's folder answers, with their defaults.
+_OF_THE_RUN = {"config_name": None, "config_dir": None, "processes": None, "nodes": 1, "fit": None}
 _ASSUMED = """\
 Computed, not measured. Assumed: a worker is as fast as what sampled in this run, and has a core or
 a card of its own; rewards take no time from the trainer, and keep up with more workers; transport,
@@ -102,7 +97,7 @@ def worker_tables(arguments: argparse.Namespace) -> str:
         raise ValueError(f"--measured {arguments.measured} has no effect without --workers")
     if min(arguments.workers, default=1) < 1:
         raise ValueError(f"--workers {min(arguments.workers)}: give numbers of at least 1")
-    for name, default in _WITHOUT_EFFECT.items():
+    for name, default in _OF_THE_RUN.items():
         if vars(arguments)[name] != default:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} has no effect with --measured: the run says what it is")
@@ -134,29 +129,29 @@ def read_measured(folder: RunFolder) -> tuple[int, float, Work]:
     where = f"--measured {folder.root}"
     if not folder.metrics.is_file():
         raise ValueError(
-            f"{where}: there is no {folder.metrics.name}, which holds the seconds "
-            "of a run's steps (a calibration measures none); give the folder of a run"
+            f"{where}: there is no {folder.metrics.name} with the seconds of its steps (a "
+            "calibration measures none); give the folder of a run"
         )
     config = stored_config(folder.config)
-    workers = config.rollout.workers
+    rollout = config.rollout
     if config.data.replay_dir is not None:
         raise ValueError(
             f"{where}: it sampled nothing (data.replay_dir={config.data.replay_dir}); give a run "
             "that did"
         )
-    if config.rollout.staleness > 0 and workers == 0:
+    if rollout.staleness > 0 and rollout.workers == 0:
         raise ValueError(
             f"{where}: its {_ROLLOUT} is the waiting for samples, since "
-            f"{_STALENESS}={config.rollout.staleness}; give a run with {_STALENESS}=0 or with "
+            f"{_STALENESS}={rollout.staleness}; give a run with {_STALENESS}=0 or with "
             "rollout.workers=1"
         )
     rows = [row for row in MetricsFile(folder.metrics).numbers() if row.get(_STEP)]
     # The first step is slower than the others.
-    pairs = [(before, row) for before, row in pairwise(rows) if (_BUSY in row) == (workers > 0)]
+    pairs = [pair for pair in pairwise(rows) if (_BUSY in pair[1]) == (rollout.workers > 0)]
     if not pairs:
         raise ValueError(
-            f"{where}: it has no step with rollout.workers={workers} besides the first, which is "
-            "slower; run at least two"
+            f"{where}: it has no step with rollout.workers={rollout.workers} besides the first, "
+            "which is slower; run at least two"
         )
     with blaming(f"{folder.root}: config.yaml, environment.json or metrics.jsonl"):
         processes = int(read_mapping(folder.root / "environment.json")["processes"])
@@ -172,12 +167,17 @@ def _work(config: Config, processes: int, pairs: Sequence[tuple[Row, Row]]) -> W
       processes: those of the trainer.
       pairs: the row of each step, behind that of the step before.
     """
+
+    def between_readings_s(before: Row, row: Row) -> float:
+        evaluation, checkpoint = before.get("timing_s/evaluation"), row.get("timing_s/checkpoint")
+        return float(row[_STEP] + (evaluation or 0.0) + (checkpoint or 0.0))
+
     rows = [row for _, row in pairs]
     each = math.ceil(config.samples_per_step(processes) / chunk_size(config))
     workers = config.rollout.workers
     if workers > 0:
         # The busy share is over all that lies between two readings.
-        busy_s = median(row[_BUSY] * _seconds_between(before, row) for before, row in pairs)
+        busy_s = median(row[_BUSY] * between_readings_s(before, row) for before, row in pairs)
         chunk_s = busy_s * workers / (each * processes)
     else:
         chunk_s = median(row[_ROLLOUT] for row in rows) / each
@@ -192,21 +192,16 @@ def _work(config: Config, processes: int, pairs: Sequence[tuple[Row, Row]]) -> W
     return found
 
 
-def _seconds_between(before: Row, row: Row) -> float:
-    evaluation = before.get("timing_s/evaluation") or 0.0
-    checkpoint = row.get("timing_s/checkpoint") or 0.0
-    return float(row[_STEP] + evaluation + checkpoint)
-
-
 def _staleness(folder: RunFolder, overrides: Sequence[str]) -> int:
     """Returns the staleness that is asked for, by default that of the run.
 
     Raises:
       ValueError: another setting would change what the run measured.
     """
-    run = stored_config(folder.config)
     asked = stored_config(folder.config, overrides)
-    there, here = (flat_settings(asdict(config)) for config in (run, asked))
+    there, here = (
+        flat_settings(asdict(config)) for config in (stored_config(folder.config), asked)
+    )
     for key in sorted(there.keys() | here.keys()):
         if there.get(key) != here.get(key) and key != _STALENESS:
             raise ValueError(
@@ -229,9 +224,8 @@ def _table(work: Work, step_s: float, numbers: Sequence[int], staleness: int) ->
             f"  {work.trainer_busy(number, staleness):12.0%}"
         )
     enough = work.enough_workers(staleness)
-    are = "are" if enough > 1 else "is"
     idle = 1 - work.trainer_busy(enough, staleness)
     rest = f"more gain less than 1%, and the trainer waits for {idle:.0%} of the time"
     if idle < 0.01:
         rest = "sampling hides behind training"
-    yield f"  {enough} {are} enough: {rest}"
+    yield f"  {enough} {'are' if enough > 1 else 'is'} enough: {rest}"

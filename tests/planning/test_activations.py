@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from support.plans import job
 from torch import nn
 
-from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import add_lora
@@ -25,12 +23,9 @@ from flowgrpo_rc.planning.weights import CONTEXT, context, memory, on_the_host
 from flowgrpo_rc.rollout.replica import Replica
 
 GIB = 2**30
-BUNDLED = (
-    "rollout.dtype=bf16",
-    "actor.train_n=null",
-    "actor.ppo_micro_batch_size_per_gpu=12",
-)
+BUNDLED = ("rollout.dtype=bf16", "actor.train_n=null", "actor.ppo_micro_batch_size_per_gpu=12")
 SD35 = "+experiment=sd35_medium_ocr_1xh100"
+QWEN = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
 
 
 def test_the_tracker_counts_what_is_alive_at_once() -> None:
@@ -110,13 +105,8 @@ def test_decoding_of_an_image(experiment: str, processes: int, gib: float) -> No
     assert found / 2 / GIB == pytest.approx(gib, rel=0.01)
 
 
-FOUND = {
-    "update": 5 * GIB,
-    "rollout": 2 * GIB,
-    "decoding": 3 * GIB,
-    "evaluation": GIB,
-    "shown": 4 * GIB,
-}
+NAMES = ("update", "rollout", "decoding", "evaluation", "shown")
+FOUND = dict(zip(NAMES, (5 * GIB, 2 * GIB, 3 * GIB, GIB, 4 * GIB), strict=True))
 
 
 def sizes(*overrides: str, processes: int = 1) -> dict[str, int]:
@@ -155,28 +145,27 @@ def test_gradients_of_several_processes_are_copied() -> None:
     assert update[1] == 4 * run.trained
 
 
-def test_split_weights_are_gathered_block_by_block() -> None:
-    recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
-    whole = sizes(recipe, "trainer.strategy=ddp", processes=4)
-    split = sizes(recipe, processes=4)
-    network = job(recipe, processes=4).model.network
-    size = {name: 2 * p.numel() for name, p in network.named_parameters() if "lora_" not in name}
-    outside = sum(number for name, number in size.items() if "transformer_blocks" not in name)
-    block = sum(number for name, number in size.items() if name.startswith("transformer_blocks.0."))
-    assert split["update"] - whole["update"] == outside + 2 * block
-    assert split["rollout"] == whole["rollout"]  # the engine's
-
-
-def test_gathered_blocks_are_those_of_one_transformer_at_a_time() -> None:
-    recipe = "+experiment=wan22_t2v_a14b_ocr_8xh200"
-    whole = sizes(recipe, processes=8)
-    split = sizes(recipe, "trainer.strategy=fsdp2", processes=8)
-    network = job(recipe, processes=8).model.network
+@pytest.mark.parametrize(
+    ("recipe", "processes", "blocks"),
+    [
+        (QWEN, 4, "transformer_blocks."),
+        # The blocks of one of two transformers at a time.
+        ("+experiment=wan22_t2v_a14b_ocr_8xh200", 8, "transformer_2.blocks."),
+    ],
+)
+def test_split_weights_are_gathered_block_by_block(
+    recipe: str, processes: int, blocks: str
+) -> None:
+    whole, split = (
+        sizes(recipe, f"trainer.strategy={name}", processes=processes) for name in ("ddp", "fsdp2")
+    )
+    network = job(recipe, processes=processes).model.network
     stored = [*network.named_parameters(), *network.named_buffers()]
     size = {name: p.numel() * p.itemsize for name, p in stored if "lora_" not in name}
-    outside = sum(number for name, number in size.items() if ".blocks." not in name)
-    block = sum(number for name, number in size.items() if ".transformer_2.blocks.0." in name)
+    outside = sum(number for name, number in size.items() if "blocks." not in name)
+    block = sum(number for name, number in size.items() if f"{blocks}0." in name)
     assert split["update"] - whole["update"] == outside + 2 * block
+    assert split["rollout"] == whole["rollout"]
 
 
 def test_the_host() -> None:
@@ -188,8 +177,7 @@ def test_the_host() -> None:
 
 
 def test_engines_sleep_on_the_host() -> None:
-    recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
-    run = job(recipe, processes=4)
+    run = job(QWEN, processes=4)
     rows = {name: size for name, size, _ in on_the_host(run)}
     assert rows["sleeping engines"] == rows["idle models"] + 4 * run.engine
     own = on_the_host(job("rollout.dtype=bf16"))
@@ -197,10 +185,9 @@ def test_engines_sleep_on_the_host() -> None:
 
 
 def test_what_is_split_or_quantized_is_whole_while_it_loads() -> None:
-    recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
-    weights = job(recipe, processes=4).transformers
-    assert sizes(recipe, processes=4)["loading"] == weights - weights // 4
-    assert "loading" not in sizes(recipe, "trainer.strategy=ddp", processes=4)
+    weights = job(QWEN, processes=4).transformers
+    assert sizes(QWEN, processes=4)["loading"] == weights - weights // 4
+    assert "loading" not in sizes(QWEN, "trainer.strategy=ddp", processes=4)
     int8 = sizes(SD35, "rollout.quantization=int8")["loading"]
     assert 0.4 < int8 / job(SD35).transformers < 0.5  # 1 of 2 bytes
     assert "loading" not in sizes(SD35)
@@ -230,25 +217,14 @@ def test_mixed_precision_normalizes_in_fp32_as_on_a_card() -> None:
         assert {norm(hidden).dtype for norm in norms} == {torch.float32}
 
 
-class Network(nn.Module):
-    _keep_in_fp32_modules = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
-        self.requires_grad_(False)
-
-
 def test_a_copy_in_another_precision_is_never_held_in_the_first_one() -> None:
-    network: Any = Network()
+    network: Any = Blocks().requires_grad_(False)
+    network._keep_in_fp32_modules = None
     with PeakMemory() as memory:
         replica = Replica(network, "bf16")
-    assert memory.peak <= 8 * 64 * 64 * 2
+    assert memory.peak <= 2 * sum(p.numel() for p in network.parameters())
     assert {p.dtype for p in replica.network.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in network.parameters()} == {torch.float32}
-    copied = copy.deepcopy(network).bfloat16()
-    for ours, theirs in zip(replica.network.parameters(), copied.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.fixture(scope="module")
@@ -286,16 +262,3 @@ def test_aligned_sizes_are_left_alone() -> None:
     actor = replace(run.config.actor, replay="aligned")
     with pytest.raises(ValueError, match=r"--fit: actor\.replay=aligned ties the sizes"):
         Fitter(replace(run, config=replace(run.config, actor=actor)))
-
-
-def test_the_commands(capsys: pytest.CaptureFixture) -> None:
-    assert main(["plan"]) == 0
-    shown = capsys.readouterr().out
-    (peak,) = re.findall(r"^  peak +(\S+ \S+) ", shown, re.MULTILINE)
-    assert peak.endswith("GiB")
-    for name in ("CUDA and libraries", "update", "rollout", "decoding", "while loading"):
-        assert re.search(rf"^  {name} ", shown, re.MULTILINE), name
-    assert main(["plan", "--fit", "8"]) == 0
-    assert "tiny_ocr fits a card of 8 GiB with 8% to spare" in capsys.readouterr().out
-    assert main(["plan", "--fit", "-1"]) == 2
-    assert "--fit -1: give the GiB of a card" in capsys.readouterr().err
