@@ -102,10 +102,8 @@ class Diagnosis:
                 f"explains {self.copy_mismatch:.1e}"
             )
             if self.similar is not None:
-                clauses.append(
-                    f"it is as large as that of {self.similar}: see whether the engine computes in "
-                    "it"
-                )
+                same = f"it is as large as that of {self.similar}"
+                clauses.append(f"{same}: see whether the engine computes in it")
         elif not self.found:
             clauses.append(
                 f"no fault: the mismatch of {self.mismatch:.1e} is that of the precision "
@@ -162,9 +160,9 @@ def diagnose(
                 f"{as_recorded:.1e} from quantized weights"
             )
             found.append(("quantization", sentence))
-    similar = (
+    similar = [
         copy.precision for copy in copies if 0.5 < mismatch / max(copy.mean(), resolution) < 2
-    )
+    ]
     return Diagnosis(
         mismatch=mismatch,
         copy_mismatch=copy_mismatch,
@@ -172,7 +170,7 @@ def diagnose(
         trials=trials,
         found=found,
         explanation=best if explained else None,
-        similar=next(similar, None),
+        similar=similar[0] if similar else None,
         healthy=healthy,
         notes=noise.notes,
     )
@@ -187,10 +185,7 @@ def _least(trials: Sequence[Trial]) -> Trial:
 def _enough(as_recorded: float, allowed: float, resolution: float) -> float:
     """Returns how much of a mismatch a replay may leave to explain it.
 
-    Args:
-      as_recorded: the mismatch of a replay without any fault.
-      allowed: what the precision explains.
-      resolution: rounding of fp32 log-probs.
+    `allowed` is what the precision explains, `resolution` the rounding of fp32 log-probs.
     """
     enough = max(as_recorded / CLEAR, resolution)
     return max(enough, AS_NEAR * allowed) if as_recorded > BEYOND * allowed else enough

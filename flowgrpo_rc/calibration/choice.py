@@ -232,14 +232,16 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
 def _without_bound(config: Config, mode: str, doubt: str | None) -> Settings:
     """The settings of a loss that has no bound to make room with."""
     notes = [] if doubt is None else [f"See to the mismatch first: {doubt}."]
+    name = f"{DIFFUSION_KEY}.loss_mode={config.actor.diffusion_loss.loss_mode}"
+    bypass = True
     if config.algorithm.rollout_correction.loss_type == "reinforce":
         reason = f"Bypass mode: {KEY}.loss_type=reinforce needs it, and clips nothing."
-        return _settings(config, True, {}, reason, notes)
-    name = f"{DIFFUSION_KEY}.loss_mode={config.actor.diffusion_loss.loss_mode}"
-    if mode == "bypass":
-        return _settings(config, True, {}, f"Bypass mode: asked for; {name} bounds nothing.", notes)
-    reason = f"Decoupled mode: {name} has no bound that could make room for the mismatch."
-    return _settings(config, False, {}, reason, notes)
+    elif mode == "bypass":
+        reason = f"Bypass mode: asked for; {name} bounds nothing."
+    else:
+        bypass = False
+        reason = f"Decoupled mode: {name} has no bound that could make room for the mismatch."
+    return _settings(config, bypass, {}, reason, notes)
 
 
 def _advice(config: Config, *, fits: bool) -> list[str]:
@@ -265,31 +267,30 @@ def _settings(
     config: Config, bypass_mode: bool, bound: dict[str, float], reason: str, notes: Sequence[str]
 ) -> Settings:
     """The settings of a mode; keys whose value the mode refuses are set back."""
-    loss = config.actor.diffusion_loss
+    loss, correction = config.actor.diffusion_loss, config.algorithm.rollout_correction
     # What follows the mismatch in a run is a number here.
     numbers = {f"{DIFFUSION_KEY}.{name}": vars(type(loss))[name] for name in loss.auto}
     values = {
         **numbers,
         **bound,
         f"{KEY}.bypass_mode": bypass_mode,
-        f"{KEY}.centered": bool(config.algorithm.rollout_correction.centered),
+        f"{KEY}.centered": bool(correction.centered),
         f"{KEY}.rollout_rs": CRITERION,
         f"{KEY}.rollout_rs_threshold": BAND,
         f"{KEY}.rollout_rs_threshold_lower": None,
     }
-    if config.actor.diffusion_loss.auto_floor is not None:
+    if loss.auto_floor is not None:
         values[f"{DIFFUSION_KEY}.auto_floor"] = None  # it belongs to auto:k
     mode = "bypass" if bypass_mode else "decoupled"
     resets = []
-    if bypass_mode != config.algorithm.rollout_correction.bypass_mode:
-        for key, refused, instead in REFUSED[bypass_mode]:
-            if reduce(getattr, key.split("."), config) == refused:
-                values[key] = instead
-                resets.append(
-                    f"{key}={_scalar(refused)} does not go with {mode} mode: the file sets "
-                    f"{_scalar(instead)}; drop yours from the command line, which wins over the "
-                    "file."
-                )
+    for key, refused, instead in REFUSED[bypass_mode]:
+        changes_mode = bypass_mode != correction.bypass_mode
+        if changes_mode and reduce(getattr, key.split("."), config) == refused:
+            values[key] = instead
+            resets.append(
+                f"{key}={_scalar(refused)} does not go with {mode} mode: the file sets "
+                f"{_scalar(instead)}; drop yours from the command line, which wins over the file."
+            )
     return Settings(values=values, reason=reason, notes=[*notes, *resets])
 
 

@@ -26,7 +26,7 @@ from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 from flowgrpo_rc.rollout.concat import concat
 
-# Turns a recorded step into the step with a fault; returns None if there is no such step.
+# Turns a recorded step into the step with a fault, or into None if there is no such step.
 Change = Callable[[DiffusionBatch], DiffusionBatch | None]
 State = Mapping[str, Tensor]
 
@@ -47,6 +47,7 @@ TEXTS: Mapping[str, Callable[[str], str]] = {
     "newlines left out": lambda text: text.replace("\n", ""),
     "lower case": str.lower,
 }
+PLACES = {-1: "earlier", 1: "later"}  # of a schedule
 # Training prompts need not have whitespace that an engine could change.
 PLANTED = "  a  b\nc \n"
 
@@ -136,7 +137,10 @@ class Replay:
         Args:
           fitted: True fits the size to the record, False tries a typical one.
         """
-        residual = self._of_size(lambda shift: partial(shifted, self._timesteps, shift))
+
+        def residual(shift: float) -> float:
+            return self._residual(partial(shifted, self._timesteps, shift))
+
         shift = fit(residual, SHIFTS) if fitted else TYPICAL_SHIFT
         yield Trial("schedule", f"sigmas shifted by {shift:.4g}", residual(shift))
         yield self.guidance_trial(self._model.cfg_key, fitted=fitted)
@@ -160,7 +164,7 @@ class Replay:
             yield "timestep", f"timesteps rounded to {name}", partial(round_timesteps, dtype)
         for name, dtype in HALF.items():
             yield "latents", f"latents rounded to {name} before a step", partial(round_start, dtype)
-        for by, where in ((-1, "earlier"), (1, "later")):
+        for by, where in PLACES.items():
             fault = f"steps are one {where} than recorded"
             yield "window", fault, partial(moved, self._timesteps, by)
 
@@ -185,7 +189,7 @@ class Replay:
     def _late_log_probs(self) -> Iterator[Trial]:
         if self._batch.num_steps < 2:
             return
-        for by, where in ((-1, "earlier"), (1, "later")):
+        for by, where in PLACES.items():
             inside = slice(0, -1) if by > 0 else slice(1, None)
             ours = self.log_probs.roll(-by, 1)[:, inside]
             residual = distance(ours, self.recorded[:, inside])
@@ -195,22 +199,20 @@ class Replay:
         """Tries another guidance: classifier-free, or the one that the transformer gets."""
         model, spec, negative = self._model, self._spec, self._batch.negative
         value: Callable[[float], float] = float
-        usual: Sequence[float] = ()
         if key == model.cfg_key:
-            asked, value = model.cfg_scale(spec), model.cfg_value
+            asked, value, grid = model.cfg_scale(spec), model.cfg_value, SCALES
             if negative is None:
                 prompts = self._rollout.request.prompts.prompts
                 negative = encode_unique(model, prompts, spec, negative=True)
         else:
             asked = spec.guidance_scale
-            usual = (TYPICAL_SCALE, *(scale / asked for scale in EMBEDDED))
+            grid = sorted({*SCALES, TYPICAL_SCALE, *(scale / asked for scale in EMBEDDED)})
 
-        def change(factor: float) -> Change:
+        def residual(factor: float) -> float:
             other = with_guidance(spec, key, value(asked * factor))
-            return lambda piece: piece.replace(spec=other, negative=negative)
+            return self._residual(lambda piece: piece.replace(spec=other, negative=negative))
 
-        residual = self._of_size(change)
-        factor = fit(residual, sorted({*SCALES, *usual})) if fitted else TYPICAL_SCALE
+        factor = fit(residual, grid) if fitted else TYPICAL_SCALE
         scale = asked * factor
         fault = f"{key} {value(scale):.4g} in place of {value(asked):g}"
         if math.isclose(scale, 1.0, rel_tol=1e-3) and asked > 1:
@@ -222,37 +224,27 @@ class Replay:
         columns = []
         for t in range(self._batch.num_steps):
             piece = change(self._batch.step(t))
-            if piece is None:
-                recorded = self.recorded[:, t : t + 1]
-                columns.append(torch.full_like(recorded, math.nan))
-            else:
-                columns.append(self._copy.log_probs(piece))
+            no_such_step = torch.full_like(self.recorded[:, :1], math.nan)
+            columns.append(no_such_step if piece is None else self._copy.log_probs(piece))
         return torch.cat(columns, 1)
 
     def _residual(self, change: Change) -> float:
         return distance(self._replayed(change), self.recorded)
 
-    def _of_size(self, change: Callable[[float], Change]) -> Callable[[float], float]:
-        return lambda size: self._residual(change(size))
-
     def _sampled_again(self) -> DiffusionBatch:
         """Returns what the copy samples from the same seeds."""
         batches = []
-        first = 0
-        for rows in self._rows():
-            seeds = self._rollout.request.latent_seeds[first : first + len(rows)]
-            first += len(rows)
-            shape = rows.all_latents.shape[2:]
+        for start, rows in self._chunks():
+            seeds = self._rollout.request.latent_seeds[start : start + len(rows)]
             trajectory = self._copy.policy.rollout(
-                normal(shape, seeds, "latents").to(rows.all_latents.device),
+                normal(rows.all_latents.shape[2:], seeds, "latents").to(rows.all_latents.device),
                 rows.conditioning[rows.prompt_index],
                 None if rows.negative is None else rows.negative[rows.prompt_index],
                 rows.spec,
                 rows.step_indices,
                 partial(noise, rows),
             )
-            states = trajectory.window_latents
-            log_probs = trajectory.log_probs
+            states, log_probs = trajectory.window_latents, trajectory.log_probs
             batches.append(rows.replace(all_latents=states, rollout_log_probs=log_probs))
         return concat(batches)
 
@@ -261,24 +253,21 @@ class Replay:
         """Takes every recorded step again with the copy and the same noise."""
         convention = self._spec.log_prob_convention
         batches = []
-        for rows in self._rows():
-            states = [rows.all_latents[:, 0]]
-            log_probs = []
+        for _, rows in self._chunks():
+            states, log_probs = [rows.all_latents[:, 0]], []
             for t in range(rows.num_steps):
                 step = self._copy.policy.transition(rows.step(t))
                 states.append(draw(step, noise(rows, int(rows.step_indices[0, t]))))
                 log_probs.append(log_prob(step, states[-1], convention=convention))
-            batches.append(
-                rows.replace(
-                    all_latents=torch.stack(states, 1), rollout_log_probs=torch.stack(log_probs, 1)
-                )
-            )
+            log_probs_BT = torch.stack(log_probs, 1)
+            again = rows.replace(all_latents=torch.stack(states, 1), rollout_log_probs=log_probs_BT)
+            batches.append(again)
         return concat(batches)
 
-    def _rows(self) -> Iterator[DiffusionBatch]:
-        """Yields the recorded samples in the batches in which they were sampled."""
+    def _chunks(self) -> Iterator[tuple[int, DiffusionBatch]]:
+        """Yields the recorded samples as they were sampled, with the place of each first one."""
         for start in range(0, len(self._batch), self._copy.rows):
-            yield self._batch.rows(start, start + self._copy.rows)
+            yield start, self._batch.rows(start, start + self._copy.rows)
 
 
 def other_prompts(prompts: Sequence[Prompt]) -> Iterator[tuple[str, list[Prompt]]]:

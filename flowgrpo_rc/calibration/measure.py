@@ -5,7 +5,6 @@ Shapes: B samples, T steps of the range that windows are drawn from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,32 +99,29 @@ def robust(values: Tensor) -> float:
     return ROBUST * (values - values.median()).abs().median().item()
 
 
+@torch.no_grad()
 def plant_movements(network: nn.Module, seed: int) -> list[dict[str, Tensor]]:
     """Moves a network's LoRA twice at random; returns it before, between and after the movements.
 
     A fresh LoRA changes nothing. Nobody would notice an engine that lacks it or holds the LoRA of
-    the step before.
+    the step before. A movement adds noise N to each B such that scale |N A| is `MOVEMENT` |W|
+    (Frobenius norms).
     """
     parameters = lora_parameters(network)
     states = [{name: p.detach().clone() for name, p in parameters.items()}]
     for movement in range(2):
-        for name, parameter in parameters.items():
-            if ".lora_B." in name:
-                _move(network, name, parameter, generator(seed, "movement", movement, name))
+        for name, up in parameters.items():
+            if ".lora_B." not in name:
+                continue
+            path, _, adapter = name.removesuffix(".weight").partition(".lora_B.")
+            layer: Any = network.get_submodule(path)
+            down = layer.lora_A[adapter].weight
+            source = generator(seed, "movement", movement, name)
+            noise = torch.randn(up.shape, generator=source).to(up)
+            size = ((noise @ (down @ down.T)) * noise).sum().sqrt() * layer.scaling[adapter]
+            up.add_(noise * (MOVEMENT * layer.base_layer.weight.float().norm() / size))
         states.append({name: p.detach().clone() for name, p in parameters.items()})
     return states
-
-
-@torch.no_grad()
-def _move(network: nn.Module, name: str, up: Tensor, source: torch.Generator) -> None:
-    """Adds noise N to a LoRA's B such that scale |N A| is `MOVEMENT` |W| (Frobenius norms)."""
-    path, _, adapter = name.removesuffix(".weight").partition(".lora_B.")
-    layer: Any = network.get_submodule(path)
-    down = layer.lora_A[adapter].weight
-    weight = layer.base_layer.weight
-    noise = torch.randn(up.shape, generator=source).to(up)
-    size = ((noise @ (down @ down.T)) * noise).sum().sqrt() * layer.scaling[adapter]
-    up.add_(noise * (MOVEMENT * weight.float().norm() / size))
 
 
 def other_guidance(model: FlowModel, spec: SamplerSpec) -> SamplerSpec:
@@ -197,33 +193,9 @@ def require_finite(rollout: RecordedRollout, log_probs: Tensor, whose: str, key:
         steps = sorted(set(rollout.batch.step_indices[broken].tolist()))
         raise ValueError(
             f"{int(broken.sum())} of {broken.numel()} log-probs of the {whose} are nan or inf, at "
-            f"steps {steps} of the schedule: there is nothing to calibrate before that is mended; "
-            f"see {key} (fp16 overflows early), the weights, and whether "
-            "rollout.algo.sde_window_range holds a step without noise"
+            f"steps {steps} of the schedule; see {key} (fp16 overflows early), the weights, and "
+            "whether rollout.algo.sde_window_range holds a step without noise"
         )
-
-
-def against_engine(rollout: RecordedRollout, log_probs: Tensor, guidance: float) -> Mismatch:
-    """Returns the trainer's log-probs [B, T] minus those that the engine recorded."""
-    return _mismatch(rollout, log_probs, guidance, rollout.recorded, rollout.request.spec.dtype)
-
-
-def _mismatch(
-    rollout: RecordedRollout,
-    log_probs: Tensor,
-    guidance: float,
-    others: Tensor,
-    precision: str,
-    *,
-    engine: bool = True,
-) -> Mismatch:
-    return Mismatch(
-        guidance=guidance,
-        precision=precision,
-        engine=engine,
-        timesteps=rollout.timesteps,
-        differences=log_probs.double() - others.double(),
-    )
 
 
 class Copy:
@@ -262,12 +234,16 @@ class Copy:
         """Returns the log-probs of recorded steps, [B, T]."""
         return self.policy.log_probs(batch, self.rows)
 
-    def against(self, rollout: RecordedRollout, log_probs: Tensor, guidance: float) -> Mismatch:
-        """Returns the trainer's log-probs [B, T] minus this copy's."""
-        ours = self.log_probs(rollout.batch)
-        return _mismatch(rollout, log_probs, guidance, ours, self.precision, engine=False)
 
-
-def finite(value: float) -> float | None:
-    """Returns the value, or None if it is not finite; JSON has no NaN."""
-    return value if math.isfinite(value) else None
+def mismatch_of(
+    rollout: RecordedRollout, log_probs: Tensor, guidance: float, copy: Copy | None = None
+) -> Mismatch:
+    """Returns the trainer's log-probs [B, T] minus those of a copy, or of the engine itself."""
+    others = rollout.recorded if copy is None else copy.log_probs(rollout.batch)
+    return Mismatch(
+        guidance=guidance,
+        precision=rollout.request.spec.dtype if copy is None else copy.precision,
+        engine=copy is None,
+        timesteps=rollout.timesteps,
+        differences=log_probs.double() - others.double(),
+    )

@@ -66,13 +66,13 @@ def check_sharing(noise: Tensor) -> list[str]:
     Args:
       noise: [B, T, K].
     """
-    num_samples, num_steps, num_elements = noise.shape
+    _, num_steps, num_elements = noise.shape
     rows = noise.flatten(0, 1)
     rows = rows / rows.square().mean(1, keepdim=True).sqrt()
     correlation = ((rows @ rows.T) / num_elements).abs().clamp(max=1 - 1e-6)
     high = (torch.atanh(correlation) * math.sqrt(num_elements - 3) > PAIR_SIGMAS).triu(1)
-    sample = torch.arange(num_samples, device=rows.device).repeat_interleave(num_steps)
-    step = torch.arange(num_steps, device=rows.device).repeat(num_samples)
+    row = torch.arange(len(rows), device=rows.device)
+    sample, step = row // num_steps, row % num_steps
     same_sample = sample.unsqueeze(1) == sample
     same_step = step.unsqueeze(1) == step
     kinds = {
@@ -84,11 +84,8 @@ def check_sharing(noise: Tensor) -> list[str]:
     for words, kind in kinds.items():
         found = high & kind
         if found.any():
-            largest = correlation[found].max().item()
-            number, all_pairs = int(found.sum()), int(kind.triu(1).sum())
-            sentences.append(
-                f"{words}: {number} of {all_pairs} pairs are correlated, by up to {largest:.2f}"
-            )
+            pairs = f"{int(found.sum())} of {int(kind.triu(1).sum())} pairs are correlated"
+            sentences.append(f"{words}: {pairs}, by up to {correlation[found].max().item():.2f}")
     return sentences
 
 

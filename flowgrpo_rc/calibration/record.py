@@ -33,26 +33,21 @@ def check_record(
       model: the trainer's model.
       version: version of the weights that the engine was given last.
     """
-    batch = rollout.batch
-    request = rollout.request
+    batch, request = rollout.batch, rollout.request
+    schedule, steps = model.walked_schedule(request.spec), batch.step_indices
     found = []
-    schedule = model.walked_schedule(request.spec)
-    steps = batch.step_indices
     different = request.spec.differences(batch.spec)
     if different:
-        found.append(
-            ("settings", f"the engine sampled with other settings: {'; '.join(different)}")
-        )
+        sentence = f"the engine sampled with other settings: {'; '.join(different)}"
+        found.append(("settings", sentence))
     scale = model.cfg_scale(request.spec)
     if batch.negative is None and scale > 1:
         fault = dropped(model.cfg_key, model.cfg_value(1.0), model.cfg_value(scale))
-        sentence = f"{fault}, since no negative prompt is recorded"
-        found.append(("guidance", sentence))
+        found.append(("guidance", f"{fault}, since no negative prompt is recorded"))
     # torch.equal is also False for tensors of different shapes.
     if not torch.equal(batch.sigmas, schedule.sigmas):
-        found.append(
-            ("schedule", "the engine recorded other sigmas than the model's scheduler has")
-        )
+        sentence = "the engine recorded other sigmas than the model's scheduler has"
+        found.append(("schedule", sentence))
     elif not torch.equal(steps, request.window.to(steps)):
         found.append(("window", "the recorded steps are not those that were asked for"))
     elif not torch.equal(batch.all_timesteps, schedule.timesteps[steps]):
@@ -64,9 +59,8 @@ def check_record(
             break
     versions = sorted(set(batch.policy_version.tolist()))
     if versions != [version]:
-        found.append(
-            ("weights", f"the engine sampled with the weights of version {versions}, not {version}")
-        )
+        sentence = f"the engine sampled with the weights of version {versions}, not {version}"
+        found.append(("weights", sentence))
     return found
 
 
@@ -140,15 +134,14 @@ def check_engine(
     if held is None:
         return found
     bound = held.keys() & pushed.keys()
+    unbound = len(pushed) - len(bound)
     if not bound:
         sentence = f"the LoRA is bound to no module: none of its {len(pushed)} tensors is held"
-        return [*found, ("lora", sentence)]
-    if len(bound) < len(pushed):
-        number = len(pushed) - len(bound)
-        found.append(("lora", f"{number} of the LoRA's {len(pushed)} tensors are bound nowhere"))
-    others = other_tensors(
-        {name: held[name] for name in bound}, {name: pushed[name] for name in bound}
-    )
+        found.append(("lora", sentence))
+    elif unbound:
+        found.append(("lora", f"{unbound} of the LoRA's {len(pushed)} tensors are bound nowhere"))
+    ours, theirs = ({name: state[name] for name in bound} for state in (pushed, held))
+    others = other_tensors(theirs, ours)
     if others:
         sentence = f"{others} tensors of the engine's LoRA are not those that it was given"
         found.append(("weights", sentence))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from rich.table import Table
 
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Bound, Settings
-from flowgrpo_rc.calibration.measure import Mismatch, finite
+from flowgrpo_rc.calibration.measure import Mismatch
 from flowgrpo_rc.calibration.tails import TailTrial
 from flowgrpo_rc.files import write_atomic
 
 GROUP = "calibration"
+WORDS = ("cause", "fault", "tail")  # columns of words; numbers stand on the right
 WIDTH = 110  # of the tables at least: a narrower one would cut its numbers
 
 
@@ -176,34 +178,28 @@ def show(found: Calibration, folder: Folder) -> None:
     console.print(trial_table(found.diagnosis))
     if found.tails:
         console.print(tail_table(found.tails))
-    lines = [] if found.bound is None else [clipped(found.bound, found.clipped)]
-    lines += [
+    lines = [
         found.diagnosis.sentence(),
         found.settings.reason,
         *found.settings.notes,
         f"{folder.json}, {folder.picture}, {folder.yaml}",
         f"train with them: flowgrpo-rc train --config-dir {folder.root} +{GROUP}={folder.name} ...",
     ]
+    if found.bound is not None:
+        shares = [
+            f"{100 * share:.1f}% with {found.bound.key}={value:g}"
+            for value, share in found.clipped.items()
+        ]
+        beyond = f"beyond the bound before any update, in bypass mode: {', '.join(shares)}"
+        lines.insert(0, beyond)
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def clipped(bound: Bound, shares: Mapping[float, float]) -> str:
-    """Tells which share of the steps is outside each value of the bound."""
-    listed = ", ".join(
-        f"{100 * share:.1f}% with {bound.key}={value:g}" for value, share in shares.items()
-    )
-    return f"beyond the bound before any update, in bypass mode: {listed}"
-
-
 def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:
     """Makes a table of the mismatch by timestep, one column for each sampler."""
-    table = Table(
-        title="|log-prob of trainer - of sampler| before any update", title_justify="left"
-    )
-    table.add_column("timestep", justify="right")
-    for mismatch in mismatches:
-        table.add_column("\n".join(mismatch.name.split()), justify="right")
+    names = ["\n".join(mismatch.name.split()) for mismatch in mismatches]
+    table = _table("|log-prob of trainer - of sampler| before any update", "timestep", *names)
     columns = [mismatch.by_timestep() for mismatch in mismatches]
     for timestep, *row in zip(mismatches[0].timesteps, *columns, strict=True):
         table.add_row(str(timestep), *map(number, row))
@@ -216,10 +212,8 @@ def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:
 
 def trial_table(diagnosis: Diagnosis) -> Table:
     """Makes a table of the faults that were tried, with the mismatch that each one leaves."""
-    table = Table(title="replayed with a fault on our side", title_justify="left")
-    table.add_column("cause")
-    table.add_column("fault")
-    table.add_column("difference from the engine", justify="right")
+    names = ("cause", "fault", "difference from the engine")
+    table = _table("replayed with a fault on our side", *names)
     table.add_row("", "none", number(diagnosis.as_recorded))
     table.add_section()
     for trial in diagnosis.trials:
@@ -230,15 +224,26 @@ def trial_table(diagnosis: Diagnosis) -> Table:
 
 def tail_table(tails: Sequence[TailTrial]) -> Table:
     """Makes a table of shorter tails and what their advantages have in common with the full one."""
-    table = Table(title="samples with a shorter tail, from the same noise", title_justify="left")
-    for name in ("evaluations", "tail_steps", "tail", "correlation of advantages"):
-        table.add_column(name, justify="left" if name == "tail" else "right")
+    names = ("evaluations", "tail_steps", "tail", "correlation of advantages")
+    table = _table("samples with a shorter tail, from the same noise", *names)
     for trial in tails:
         numbers = (str(trial.evaluations), str(trial.tail_steps))
         table.add_row(*numbers, trial.tail, f"{trial.agreement:.3f}")
     return table
 
 
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in WORDS else "right")
+    return table
+
+
 def number(value: float) -> str:
     """Returns a number as the tables show it."""
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def finite(value: float) -> float | None:
+    """Returns None for what is not finite; JSON has no NaN."""
+    return value if math.isfinite(value) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from torch import Tensor
 from flowgrpo_rc.batch import PromptBatch
 from flowgrpo_rc.calibration.choice import Settings
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.core.advantages import estimate
+from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed
+from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.core.schedule import TAILS
 from flowgrpo_rc.rewards.groups import Groups
 from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutEngine
+from flowgrpo_rc.training.advantages import AdvantageEstimator
 from flowgrpo_rc.training.tasks.image import ImageTask
 
 AGREEMENT = 0.95  # the least correlation of a tail that is recommended
@@ -73,10 +76,17 @@ def try_tails(
     ]
     request = task.request(prompts, seeds)
     manager = RewardManager(config.reward)
+    estimator = AdvantageEstimator(config.algorithm, manager.weights, None, identity)
 
     def advantages(tail: str, tail_steps: int | None) -> Tensor:
+        """Samples and scores; returns the advantages as training would compute them, [B]."""
         spec = replace(request.spec, tail=tail, tail_start=start, tail_steps=tail_steps)
-        return _advantages(config, manager, engine, replace(request, spec=spec))
+        batches, handles = [], []
+        for chunk in engine.generate(replace(request, spec=spec)):
+            batches.append(chunk.batch)
+            groups = Groups(chunk.batch.group.tolist(), config.rollout.n)
+            handles.append(manager.submit(chunk.samples, chunk.prompts, chunk.latents, groups))
+        return estimator.of(concat(batches), manager.collect(handles), MetricBag())
 
     try:
         own = advantages("euler", None)
@@ -107,44 +117,18 @@ def cheapest(trials: Sequence[TailTrial]) -> TailTrial | None:
 def with_tail(settings: Settings, trials: Sequence[TailTrial]) -> Settings:
     """Returns the settings with the tail that `cheapest` finds, and a sentence about it."""
     found = cheapest(trials)
-    if found is None:
-        note = f"No shorter tail has a correlation of {AGREEMENT} with the advantages of the full."
-        return replace(settings, notes=[*settings.notes, note])
-    chosen = {"rollout.algo.tail": found.tail, "rollout.algo.tail_steps": found.tail_steps}
-    note = (
-        f"{found.evaluations} evaluations of a sample do: with tail={found.tail} the advantages "
-        f"have a correlation of {found.agreement:.3f} with those of the full schedule."
-    )
+    chosen: dict[str, Any] = {}
+    note = f"No shorter tail has a correlation of {AGREEMENT} with the advantages of the full."
+    if found is not None:
+        chosen = {"rollout.algo.tail": found.tail, "rollout.algo.tail_steps": found.tail_steps}
+        note = (
+            f"{found.evaluations} evaluations of a sample do: with tail={found.tail} the "
+            f"advantages have a correlation of {found.agreement:.3f} with those of the full "
+            "schedule."
+        )
     return replace(settings, values=settings.values | chosen, notes=[*settings.notes, note])
 
 
 def correlation(left: Tensor, right: Tensor) -> float:
     """Returns Pearson's correlation of two rows of numbers, [B]; nan if one of them is constant."""
     return torch.corrcoef(torch.stack([left, right]).double())[0, 1].item()
-
-
-def _advantages(
-    config: Config,
-    manager: RewardManager,
-    engine: RolloutEngine[ImageRequest],
-    request: ImageRequest,
-) -> Tensor:
-    """Samples and scores; returns the advantages as training would compute them, [B]."""
-    chunks = list(engine.generate(request))
-    handles = []
-    for chunk in chunks:
-        groups = Groups(chunk.batch.group.tolist(), config.rollout.n)
-        handles.append(manager.submit(chunk.samples, chunk.prompts, chunk.latents, groups))
-    rewards = manager.collect(handles)
-    algorithm = config.algorithm
-    found = estimate(
-        algorithm.adv_estimator,
-        rewards.total,
-        [rewards.parts[name] for name in manager.weights],
-        list(manager.weights.values()),
-        torch.cat([chunk.batch.group.cpu() for chunk in chunks]),
-        rewards.valid,
-        norm_by_std=algorithm.norm_by_std,
-        global_std=algorithm.norm_by_global_std,
-    )
-    return found.values

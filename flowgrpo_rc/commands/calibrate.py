@@ -19,20 +19,15 @@ from flowgrpo_rc.calibration.measure import (
     Copy,
     Mismatch,
     RecordedRollout,
-    against_engine,
     ask,
+    mismatch_of,
     other_guidance,
     plant_movements,
     require_finite,
     sample,
 )
 from flowgrpo_rc.calibration.noise import check_noise
-from flowgrpo_rc.calibration.record import (
-    check_engine,
-    check_means,
-    check_prompts,
-    check_record,
-)
+from flowgrpo_rc.calibration.record import check_engine, check_means, check_prompts, check_record
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
 from flowgrpo_rc.calibration.tails import TailTrial, check_tail, try_tails, with_tail
 from flowgrpo_rc.commands import EXIT_OK
@@ -56,12 +51,9 @@ PRECISIONS = ("fp32", "fp16", "bf16")  # of the copies, besides the engine's own
 def main(arguments: argparse.Namespace) -> int:
     """Calibrates the configuration that the command line asks for: measures, prints and writes.
 
-    Nothing is trained.
-
     Raises:
-      ValueError: before anything is loaded, for settings that cannot work, text models, replayed
-        data, a mode that cannot be, or if another result would be lost; later, for log-probs that
-        are no numbers.
+      ValueError: what is asked for cannot be measured, or another result would be lost; all but
+        log-probs that are no numbers is found before anything is loaded.
     """
     config = unchecked_config(arguments.composition.config)
     folder = Folder(Path(arguments.out), arguments.name)
@@ -172,17 +164,16 @@ def sample_all(
     for version, state in ((1, lora.before), (2, lora.current)):
         engine.sync_weights(state, version)
     spec = config.rollout.spec(tf32=config.trainer.tf32)
-    read_back = check_engine(engine, lora.current, spec)
     few, whitespace = prompts[: FEW[0]], replace(prompts[0], text=PLANTED)
     all_prompts = ask(config, prompts, config.rollout.n, spec, keep_means=True)
     centered = config.algorithm.rollout_correction.centered
     needs_means = centered or config.actor.diffusion_loss.needs_means
     return Rollouts(
+        read_back=check_engine(engine, lora.current, spec),
         many=sample(engine, all_prompts, needs_means=needs_means),
         few=sample(engine, ask(config, few, FEW[1], spec)),
         other=sample(engine, ask(config, few, FEW[1], other_guidance(model, spec))),
         whitespace=sample(engine, ask(config, [whitespace], FEW[1], spec)),
-        read_back=read_back,
         says_seeds=engine.draws_seed_noise,
     )
 
@@ -210,14 +201,14 @@ def compare(
     def copied(dtype: str, quantization: str | None) -> tuple[Copy, list[Mismatch]]:
         merge = bool(config.rollout.merge_lora)
         copy = Copy(model, dtype, quantization, chunk_size(config), merge_lora=merge)
-        return copy, [copy.against(*each) for each in compared]
+        return copy, [mismatch_of(*each, copy) for each in compared]
 
     many = trainer(rollouts.many)
     guidance = [model.cfg_value(model.cfg_scale(rollout.request.spec)) for rollout in few]
-    whole = against_engine(rollouts.many, many.log_probs, guidance[0])
+    whole = mismatch_of(rollouts.many, many.log_probs, guidance[0])
     log_probs = [trainer(rollout).log_probs for rollout in few]
     compared = list(zip(few, log_probs, guidance, strict=True))
-    engine, engine_other = (against_engine(*each) for each in compared)
+    engine, engine_other = (mismatch_of(*each) for each in compared)
     # Each copy is gone before the next is made.
     others = [copied(name, None)[1] for name in other_precisions(config)]
     own, of_own = copied(config.rollout.dtype, config.rollout.quantization)

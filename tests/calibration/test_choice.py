@@ -35,11 +35,8 @@ KEY = "algorithm.rollout_correction"
 CLIP = "actor.diffusion_loss.clip_ratio"
 THRESHOLD = "actor.diffusion_loss.kl_threshold"
 REINFORCE = [f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_mode=true"]
-PEERS = [
-    "rollout.algo.sde_type=cps",
-    "rollout.algo.log_prob_convention=peers",
-    "rollout.algo.noise_level=0.8",
-]
+ALGO = "rollout.algo"
+PEERS = [f"{ALGO}.sde_type=cps", f"{ALGO}.log_prob_convention=peers", f"{ALGO}.noise_level=0.8"]
 # Standard deviation and KL of the steps.
 STD = 0.5
 KL = 3e-6
@@ -85,38 +82,41 @@ def test_mode_and_band_follow_the_rule(
     assert found.values[f"{KEY}.centered"] is False
 
 
-def test_a_mode_can_be_asked_for_and_a_fault_widens_no_band() -> None:
-    assert not settings(mismatch(1e-4), mode="decoupled").bypass_mode
-    forced = settings(mismatch(1e-3), mode="bypass")
-    assert (forced.bypass_mode, forced.values[CLIP]) == (True, pytest.approx(up(1.25 * Z99 * 1e-3)))
-    assert "though it is wider" in forced.reason
-    faulty = settings(mismatch(1e-4), doubt="the guidance is wrong")
-    assert (faulty.bypass_mode, faulty.values[CLIP]) == (False, 1e-4)
-    assert "since the guidance is wrong" in faulty.reason
-    assert (
-        "though the guidance is wrong"
-        in settings(mismatch(1e-4), mode="bypass", doubt="the guidance is wrong").reason
-    )
-    beyond = settings(mismatch(1.0), mode="bypass")  # training would refuse such a clip
-    assert (beyond.bypass_mode, beyond.values[CLIP]) == (False, 1e-4)
-    assert "no clip_ratio below 1" in beyond.reason
-
-
 @pytest.mark.parametrize(
-    ("cause", "healthy", "doubted"),
-    [(None, True, False), (None, False, True), ("lora", False, True)],
+    ("scale", "mode", "doubt", "bypass", "words"),
+    [
+        (1e-4, "decoupled", None, False, "asked for"),
+        (1e-3, "bypass", None, True, "though it is wider"),
+        (1e-4, "auto", "the guidance is wrong", False, "since the guidance is wrong"),
+        (1e-4, "bypass", "the guidance is wrong", True, "though the guidance is wrong"),
+        (1.0, "bypass", None, False, "no clip_ratio below 1"),  # training would refuse such a clip
+    ],
 )
-def test_an_unexplained_mismatch_is_not_treated_as_noise(
-    cause: str | None, healthy: bool, doubted: bool
+def test_a_mode_can_be_asked_for_and_a_fault_widens_no_band(
+    scale: float, mode: str, doubt: str | None, bypass: bool, words: str
 ) -> None:
-    found = [] if cause is None else [(cause, "it is off")]
-    numbers = {"mismatch": 1e-4, "copy_mismatch": 1e-5, "as_recorded": 1e-4}
+    found = settings(mismatch(scale), mode=mode, doubt=doubt)
+    clip = up(1.25 * Z99 * scale) if bypass else 1e-4
+    assert (found.bypass_mode, found.values[CLIP]) == (bypass, pytest.approx(clip))
+    assert words in found.reason
+
+
+@pytest.mark.parametrize(("cause", "healthy"), [(None, True), (None, False), ("lora", False)])
+def test_an_unexplained_mismatch_is_not_treated_as_noise(cause: str | None, healthy: bool) -> None:
     diagnosis = Diagnosis(
-        **numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy
+        mismatch=1e-4,
+        copy_mismatch=1e-5,
+        as_recorded=1e-4,
+        trials=[],
+        found=[] if cause is None else [(cause, "it is off")],
+        explanation=None,
+        similar=None,
+        healthy=healthy,
     )
     chosen = settings(mismatch(1e-4), doubt=diagnosis.doubt)
-    assert chosen.bypass_mode is not doubted
-    assert doubted is (diagnosis.doubt is not None and diagnosis.doubt in chosen.reason)
+    assert chosen.bypass_mode is healthy
+    assert healthy is (diagnosis.doubt is None)
+    assert healthy or diagnosis.doubt in chosen.reason
 
 
 def test_peers_log_probs_have_their_own_band() -> None:
@@ -246,15 +246,11 @@ WEIGHTS = f"{KEY}.rollout_is=token"
         ([DECOUPLED, f"{KEY}.exclude_rejected=true"], "bypass", f"{KEY}.exclude_rejected", None),
         (
             [DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_batch_normalize=true"],
-            "bypass",
-            f"{KEY}.rollout_is_batch_normalize",
-            False,
+            *("bypass", f"{KEY}.rollout_is_batch_normalize", False),
         ),
         (
             [DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_mode=mask"],
-            "bypass",
-            f"{KEY}.rollout_is_mode",
-            None,
+            *("bypass", f"{KEY}.rollout_is_mode", None),
         ),
         ([BYPASS, f"{KEY}.bypass_level=window"], "decoupled", f"{KEY}.bypass_level", "step"),
     ],

@@ -27,8 +27,8 @@ from flowgrpo_rc.calibration.measure import (
     MOVEMENT,
     Copy,
     RecordedRollout,
-    against_engine,
     ask,
+    mismatch_of,
     plant_movements,
     sample,
 )
@@ -650,7 +650,7 @@ def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
 
     first, other = map(sampled, prompts_of(config)[0].step(0)[:2])
     found = policy.measure(first.batch, 24)
-    bound = bound_of(config, against_engine(first, found.log_probs, 4.5).differences, found)
+    bound = bound_of(config, mismatch_of(first, found.log_probs, 4.5).differences, found)
     settings = choose(config, bound, mode="auto", doubt=None)
     assert settings.bypass_mode
 
