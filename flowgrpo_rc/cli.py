@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
@@ -21,34 +22,29 @@ from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.streams import lasting_streams
 from flowgrpo_rc.redaction import redact
 
-# Options of other programs, and the settings that do here what they do there.
-SETTINGS_OF_OPTIONS = {
-    "batch_size": "data.train_batch_size",
-    "data": "data.train_files",
-    "device": "trainer.device",
-    "epochs": "trainer.total_training_steps",
-    "learning_rate": "actor.optim.lr",
-    "lora_rank": "model.lora_rank",
-    "lr": "actor.optim.lr",
-    "max_steps": "trainer.total_training_steps",
-    "max_train_steps": "trainer.total_training_steps",
-    "model": "model.path",
-    "num_processes": "trainer.num_processes",
-    "out": "trainer.output_dir",
-    "output_dir": "trainer.output_dir",
-    "pretrained_model_name_or_path": "model.path",
-    "prompts": "data.train_files",
-    "rank": "model.lora_rank",
-    "resolution": "rollout.pipeline.height",
-    "seed": "trainer.seed",
-    "steps": "trainer.total_training_steps",
+# Settings, and the options of other programs that do there what they do here.
+OTHER_OPTIONS = {
+    "actor.optim.lr": "learning_rate lr",
+    "data.train_batch_size": "batch_size",
+    "data.train_files": "data prompts",
+    "model.lora_rank": "lora_rank rank",
+    "model.path": "model pretrained_model_name_or_path",
+    "rollout.pipeline.height": "resolution",
+    "trainer.device": "device",
+    "trainer.num_processes": "num_processes",
+    "trainer.output_dir": "out output_dir",
+    "trainer.seed": "seed",
+    "trainer.total_training_steps": "epochs max_steps max_train_steps steps",
 }
 # What the modules of `commands` load models with.
 BOTH = ("transformers", "diffusers")
 # Commands that import what their command line names; the others are given a run's folder. A suite
 # of the user's may name a reward of the user's.
-OWN_CODE = ("train", "plan", "calibrate", "serve")
-LIBRARIES = {"train": BOTH, "calibrate": BOTH, "evaluate": BOTH, "serve": ("transformers",)}
+OWN_CODE = ("train", "plan", "calibrate", "serve-reward")
+LIBRARIES = {
+    **dict.fromkeys(("train", "calibrate", "evaluate"), BOTH),
+    "serve-reward": ("transformers",),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +85,8 @@ def _run(words: list[str]) -> int:
             return done
         check_run_folder(arguments)
         with quiet(*LIBRARIES.get(arguments.command, ())):
-            command = import_module(f"flowgrpo_rc.commands.{arguments.command}")
+            module = arguments.command.replace("-", "_")
+            command = import_module(f"flowgrpo_rc.commands.{module}")
             return int(command.main(arguments))
     except ValueError as error:
         say_error(f"error: {error}")
@@ -132,9 +129,10 @@ def _unknown_option(option: str, command: argparse.ArgumentParser, *, takes_sett
     """Returns the message about an option that a command does not have."""
     name = option.partition("=")[0]
     message = f"there is no option {name}"
-    key = SETTINGS_OF_OPTIONS.get(name.lstrip("-").replace("-", "_"))
-    if takes_settings and key is not None:
-        return f"{message}: settings are written key=value, here {key}=..."
+    word = name.lstrip("-").replace("-", "_")
+    for key, others in OTHER_OPTIONS.items() if takes_settings else ():
+        if word in others.split():
+            return f"{message}: settings are written key=value, here {key}=..."
     options = [text for action in command._actions for text in action.option_strings]
     message += did_you_mean(name, options)
     if takes_settings:
@@ -149,88 +147,25 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     parser.add_argument("--version", action="version", version=f"flowgrpo-rc {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-
-    def command(name: str, module: str, help: str, *aliases: str) -> argparse.ArgumentParser:
-        """Adds a command; `main` of `commands.MODULE` runs it."""
-        added = commands.add_parser(name, help=help, aliases=aliases)
-        added.set_defaults(command=module)
-        return added
-
-    _train_options(
-        command("train", "train", "train; with no override, the bundled model on its OCR task")
-    )
-    _plan_options(command("plan", "plan", "what a run would need and do; allocates nothing"))
-    _calibrate_options(
-        command(
-            "calibrate",
-            "calibrate",
-            "measure engine against trainer, and write settings that fit",
-        )
-    )
-    _evaluate_options(
-        command(
-            "evaluate",
-            "evaluate",
-            "score a run's LoRA and the base model, on the held-out prompts or by suites",
-            "eval",
-        )
-    )
-    _export_options(
-        command("export", "export", "write the LoRA of a checkpoint for stock diffusers, or peft")
-    )
-    report = command("report", "report", "write report.html of a run")
-    report.add_argument("run_dir", help="folder of a run")
-    _compare_options(command("compare", "compare", "one page about two to four runs"))
-    _serve_options(
-        command("serve-reward", "serve", "a reward over HTTP, for the remote reward of a run")
-    )
-    _doctor_options(
-        command("doctor", "doctor", "check the installation, and what a GPU can do of a run")
-    )
+    for name, (help, options) in COMMANDS.items():
+        aliases = ["eval"] if name == "evaluate" else []
+        command = commands.add_parser(name, help=help, aliases=aliases)
+        command.set_defaults(command=name)
+        for option, given in options.items():
+            command.add_argument(option, **given)
     return parser, dict(commands.choices)
 
 
-def _train_options(parser: argparse.ArgumentParser) -> None:
-    _config_options(parser)
-    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and stop")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything that needs no model, then stop"
-    )
+def _option(help: str, **given: Any) -> dict[str, Any]:
+    return given | {"help": help}
 
 
-def _doctor_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpu", action="store_true", help="check what runs on the GPU, in a few minutes"
-    )
-    parser.add_argument("--out", metavar="FILE", help="write what --gpu has found, for an issue")
+def _flag(help: str) -> dict[str, Any]:
+    return _option(help, action="store_true")
 
 
-def _plan_options(parser: argparse.ArgumentParser) -> None:
-    _config_options(parser)
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="number of processes (trainer.num_processes; 1 if that is auto)",
-    )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
-    parser.add_argument(
-        "--fit",
-        type=float,
-        metavar="GIB",
-        help="propose micro-batches, checkpointing and offloading that fit a card of this memory",
-    )
-    parser.add_argument(
-        "--workers",
-        type=_number_of_workers,
-        nargs="*",
-        metavar="N",
-        help="seconds of a step with so many rollout.workers, from those of --measured; without a "
-        "number for 1, 2, 4, ...",
-    )
-    parser.add_argument(
-        "--measured", metavar="RUN", help="with --workers: folder of a run, whose settings it takes"
-    )
+def _words(help: str, **given: Any) -> dict[str, Any]:
+    return _option(help, nargs="*", default=[], **given)
 
 
 def _number_of_workers(word: str) -> int:
@@ -241,103 +176,107 @@ def _number_of_workers(word: str) -> int:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def _calibrate_options(parser: argparse.ArgumentParser) -> None:
-    _config_options(parser)
-    parser.add_argument(
-        "--out", default="outputs/calibration", help="folder for the result (%(default)s)"
-    )
-    parser.add_argument(
-        "--name", default="measured", help="of the settings, for +calibration=NAME (%(default)s)"
-    )
-    parser.add_argument(
-        "--prompts", type=int, default=4, metavar="N", help="prompts to sample (%(default)s)"
-    )
-    parser.add_argument(
-        "--mode", default="auto", help="auto (the rule decides), bypass or decoupled"
-    )
-    parser.add_argument(
-        "--tail",
-        action="store_true",
-        help="also try shorter rollouts, and choose the shortest whose advantages agree",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the result that is in the folder"
-    )
-
-
-def _evaluate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", help="folder of a run")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], help="such as rollout.val_kwargs.num_inference_steps=20"
-    )
-    parser.add_argument(
-        "--suite",
+_CONFIG = {
+    "--config-name": _option(
+        f"a file of configs/ (default {DEFAULT_CONFIG}; {OTHER_CONFIG} for a whole command line of "
+        "verl-omni)"
+    ),
+    "--config-dir": _option("a further folder with configuration files"),
+    "overrides": _words("Hydra overrides such as model.path=... rollout.dtype=fp32"),
+}
+_PLAN = {
+    "--processes": _option(
+        "number of processes (trainer.num_processes; 1 if that is auto)", type=int, metavar="N"
+    ),
+    "--nodes": _option("number of machines (1)", type=int, default=1, metavar="N"),
+    "--fit": _option(
+        "propose micro-batches, checkpointing and offloading that fit a card of this memory",
+        type=float,
+        metavar="GIB",
+    ),
+    "--workers": _option(
+        "seconds of a step with so many rollout.workers, from those of --measured; without a "
+        "number for 1, 2, 4, ...",
+        type=_number_of_workers,
+        nargs="*",
+        metavar="N",
+    ),
+    "--measured": _option(
+        "with --workers: folder of a run, whose settings it takes", metavar="RUN"
+    ),
+}
+_CALIBRATE = {
+    "--out": _option("folder for the result (%(default)s)", default="outputs/calibration"),
+    "--name": _option("of the settings, for +calibration=NAME (%(default)s)", default="measured"),
+    "--prompts": _option("prompts to sample (%(default)s)", type=int, default=4, metavar="N"),
+    "--mode": _option("auto (the rule decides), bypass or decoupled", default="auto"),
+    "--tail": _flag("also try shorter rollouts, and choose the shortest whose advantages agree"),
+    "--overwrite": _flag("replace the result that is in the folder"),
+}
+_EVALUATE = {
+    "run_dir": _option("folder of a run"),
+    "overrides": _words("such as rollout.val_kwargs.num_inference_steps=20"),
+    "--suite": _option(
+        "ask this suite instead: a name, NAME:FILE with other prompts, or a file of your own; may "
+        "be given several times",
         action="append",
         metavar="SUITE",
-        help="ask this suite instead: a name, NAME:FILE with other prompts, or a file of your own; "
-        "may be given several times",
-    )
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="import the rewards, losses and other code of its own that the run names",
-    )
-
-
-def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="folder of a checkpoint, or of a run (its newest)")
-    parser.add_argument("--out", required=True, help="folder for the LoRA")
-    parser.add_argument(
-        "--raw", action="store_true", help="the last weights rather than their average"
-    )
-    parser.add_argument(
-        "--push-to-hub", metavar="REPO", help="also upload it to user/name, a private repository"
-    )
-    parser.add_argument(
-        "--public", action="store_true", help="with --push-to-hub: for everybody to see"
-    )
-
-
-def _compare_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", nargs="+", help="folders of runs")
-    parser.add_argument(
-        "--out", default="compare.html", metavar="FILE", help="the page (%(default)s)"
-    )
-
-
-def _serve_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reward", metavar="NAME", help="such as ocr, or the full path of a class")
-    parser.add_argument(
-        "options",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="the reward's options, such as batch_size=8",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port (8000)")
-    parser.add_argument(
-        "--token-env",
+    ),
+    "--trust": _flag("import the rewards, losses and other code of its own that the run names"),
+}
+_EXPORT = {
+    "checkpoint": _option("folder of a checkpoint, or of a run (its newest)"),
+    "--out": _option("folder for the LoRA", required=True),
+    "--raw": _flag("the last weights rather than their average"),
+    "--push-to-hub": _option("also upload it to user/name, a private repository", metavar="REPO"),
+    "--public": _flag("with --push-to-hub: for everybody to see"),
+}
+_COMPARE = {
+    "run_dir": _option("folders of runs", nargs="+"),
+    "--out": _option("the page (%(default)s)", default="compare.html", metavar="FILE"),
+}
+_SERVE_REWARD = {
+    "reward": _option("such as ocr, or the full path of a class", metavar="NAME"),
+    "options": _words("the reward's options, such as batch_size=8", metavar="key=value"),
+    "--host": _option("address (127.0.0.1)", default="127.0.0.1"),
+    "--port": _option("port (8000)", type=int, default=8000),
+    "--token-env": _option(
+        "environment variable with the token that clients must send (%(default)s)",
         default=TOKEN_ENV,
         metavar="NAME",
-        help="environment variable with the token that clients must send (%(default)s)",
-    )
-    parser.add_argument(
-        "--certificate", metavar="FILE", help="TLS certificate (PEM); needed beyond this machine"
-    )
-    parser.add_argument("--key", metavar="FILE", help="its private key")
-    parser.add_argument(
-        "--max-body-mb", type=float, default=256.0, metavar="MB", help="longest request (256)"
-    )
-
-
-def _config_options(parser: argparse.ArgumentParser) -> None:
-    default = f"default {DEFAULT_CONFIG}; {OTHER_CONFIG} for a whole command line of verl-omni"
-    parser.add_argument("--config-name", help=f"a file of configs/ ({default})")
-    parser.add_argument("--config-dir", help="a further folder with configuration files")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        help="Hydra overrides such as model.path=... rollout.dtype=fp32",
-    )
+    ),
+    "--certificate": _option("TLS certificate (PEM); needed beyond this machine", metavar="FILE"),
+    "--key": _option("its private key", metavar="FILE"),
+    "--max-body-mb": _option("longest request (256)", type=float, default=256.0, metavar="MB"),
+}
+# Command -> what it does, and its options.
+COMMANDS = {
+    "train": (
+        "train; with no override, the bundled model on its OCR task",
+        {
+            **_CONFIG,
+            "--cfg": _option("print the composed configuration and stop", choices=["job"]),
+            "--dry-run": _flag("check everything that needs no model, then stop"),
+        },
+    ),
+    "plan": ("what a run would need and do; allocates nothing", _CONFIG | _PLAN),
+    "calibrate": (
+        "measure engine against trainer, and write settings that fit",
+        _CONFIG | _CALIBRATE,
+    ),
+    "evaluate": (
+        "score a run's LoRA and the base model, on the held-out prompts or by suites",
+        _EVALUATE,
+    ),
+    "export": ("write the LoRA of a checkpoint for stock diffusers, or peft", _EXPORT),
+    "report": ("write report.html of a run", {"run_dir": _option("folder of a run")}),
+    "compare": ("one page about two to four runs", _COMPARE),
+    "serve-reward": ("a reward over HTTP, for the remote reward of a run", _SERVE_REWARD),
+    "doctor": (
+        "check the installation, and what a GPU can do of a run",
+        {
+            "--gpu": _flag("check what runs on the GPU, in a few minutes"),
+            "--out": _option("write what --gpu has found, for an issue", metavar="FILE"),
+        },
+    ),
+}

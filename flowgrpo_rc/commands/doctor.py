@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,55 +18,49 @@ from rich.table import Table
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
-from flowgrpo_rc.commands.doctor_gpu import Finding, gpu_checks
+from flowgrpo_rc.commands.doctor_gpu import Check, Finding, gpu_checks
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Checks the installation, and with --gpu what a card can do."""
+    """Checks the installation, and with --gpu what a card can do; --out writes that to a file."""
     if arguments.out is not None and not arguments.gpu:
         raise ValueError(f"--out {arguments.out} has no effect without --gpu")
-    healthy = doctor()
+    found = report("flowgrpo-rc doctor", installation_checks())
     if arguments.gpu:
-        healthy = _gpu(arguments.out) and healthy
-    return EXIT_OK if healthy else EXIT_FAILED
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        on_device = report(f"what runs on {device.type}", gpu_checks(device))
+        found |= on_device
+        if arguments.out is not None:
+            told = {name: one._asdict() for name, one in on_device.items()}
+            Path(arguments.out).write_text(json.dumps(told, indent=1) + "\n")
+            print(f"written to {arguments.out}; look at it before you attach it to an issue")
+    return EXIT_FAILED if any(one.state == "broken" for one in found.values()) else EXIT_OK
 
 
-def doctor() -> bool:
-    """Prints what a run needs and whether it is there; returns False if something is missing."""
-    checks: list[tuple[str, Callable[[], str]]] = [
-        ("python", lambda: sys.version.split()[0]),
-        *((name, partial(importlib.metadata.version, name)) for name in PACKAGES),
-        ("device", _device),
-        ("threads", lambda: str(torch.get_num_threads())),
-        ("bundled model", lambda: str(assets.path("tiny_glyph_sd3"))),
-        ("OCR", _ocr),
-        ("disk", lambda: f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free here"),
-    ]
-    table = Table(title="flowgrpo-rc doctor", title_justify="left")
-    for column in ("check", "", "found"):
-        table.add_column(column)
-    healthy = True
-    for name, check in checks:
-        try:
-            table.add_row(name, "ok", check())
-        except Exception as error:  # whatever is broken is the finding
-            healthy = False
-            table.add_row(name, "FAILED", f"{type(error).__name__}: {error}")
-    RichConsole().print(table)
-    return healthy
+def installation_checks() -> list[tuple[str, Check]]:
+    """Returns the checks of what a run needs, by name."""
+    told: dict[str, Callable[[], str]] = {
+        "python": lambda: sys.version.split()[0],
+        **{name: partial(importlib.metadata.version, name) for name in PACKAGES},
+        "device": _device,
+        "threads": lambda: str(torch.get_num_threads()),
+        "bundled model": lambda: str(assets.path("tiny_glyph_sd3")),
+        "OCR": _ocr,
+        "disk": lambda: f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free here",
+    }
+    return [(name, partial(_ok, check)) for name, check in told.items()]
 
 
-def _gpu(out: str | None) -> bool:
-    """Prints what a card can do, and writes it to a file; returns False if something is broken."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def report(title: str, checks: Sequence[tuple[str, Check]]) -> dict[str, Finding]:
+    """Prints what checks have found."""
     console = RichConsole()
-    table = Table(title=f"what runs on {device.type}", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for column in ("check", "", "found", "what to do"):
         table.add_column(column)
     findings = {}
-    for name, check in gpu_checks(device):
+    for name, check in checks:
         with console.status(f"{name} ..."):
             try:
                 one = check()
@@ -75,11 +69,11 @@ def _gpu(out: str | None) -> bool:
         findings[name] = one
         table.add_row(name, one.state, one.found, one.advice)
     console.print(table)
-    if out is not None:
-        told = {name: one._asdict() for name, one in findings.items()}
-        Path(out).write_text(json.dumps(told, indent=1) + "\n")
-        console.print(f"written to {out}; look at it before you attach it to an issue")
-    return all(one.state != "broken" for one in findings.values())
+    return findings
+
+
+def _ok(check: Callable[[], str]) -> Finding:
+    return Finding("ok", check())
 
 
 def _device() -> str:

@@ -273,13 +273,11 @@ def _mismatch(row: Mapping[str, float]) -> Finding:
     """Judges the log-probs of a job, whose rollout has another precision than its trainer."""
     found = f"mean mismatch {row[_FLOOR]:.1e} nats, {_pace(row)}"
     over = row.get(_OVER_EXPECTED)
-    if over is not None:
-        found += f"; {over:.2f} of what the precision explains"
-        if over > _FAULT:
-            return Finding(
-                "broken", found, "docs/rollout_correction.md#the-noise-floor says what may cause it"
-            )
-    return Finding("ok", found)
+    if over is None:
+        return Finding("ok", found)
+    found += f"; {over:.2f} of what the precision explains"
+    advice = "docs/rollout_correction.md#the-noise-floor says what may cause it"
+    return Finding("broken", found, advice) if over > _FAULT else Finding("ok", found)
 
 
 def _pace(row: Mapping[str, float]) -> str:
@@ -289,18 +287,14 @@ def _pace(row: Mapping[str, float]) -> str:
 def _job(*overrides: str) -> Mapping[str, float]:
     """Returns the metrics of the second step of a job, which a process of its own trains."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "flowgrpo_rc.train", *JOB, *overrides]
+        words = [*JOB, *overrides, f"trainer.output_dir={folder}/run"]
+        command = [sys.executable, "-m", "flowgrpo_rc.train", *words]
         done = subprocess.run(
-            [*command, f"trainer.output_dir={folder}/run"],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
         if done.returncode:
             raise RuntimeError(_last_line(done.stderr))
-        *_, row = MetricsFile(Path(folder, "run", "metrics.jsonl")).numbers()
-    return row
+        return MetricsFile(Path(folder, "run", "metrics.jsonl")).numbers()[-1]
 
 
 def _last_line(text: str) -> str:

@@ -30,11 +30,7 @@ from flowgrpo_rc.export.model_card import write_model_card
 from flowgrpo_rc.losses.config import DECOUPLED_CLIP
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.networks import others_in
-from flowgrpo_rc.records.checkpoint import (
-    Checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-)
+from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -56,8 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     config = unchecked_config(arguments.composition.config)
     if arguments.dry_run:
         device = device_of(config)
-        number = num_processes(config, device)
-        inputs = check_run(settled(config), device, num_processes=number)
+        inputs = check_run(settled(config), device, num_processes=num_processes(config, device))
         print(
             f"ok: {len(inputs.sampler.prompts)} training prompts, {len(inputs.held_out)} held-out "
             "prompts, nothing was loaded"
@@ -140,11 +135,10 @@ def _agreed(config: Config, processes: Processes, console: Console) -> Config:
 def _say_settled(given: Config, found: Config, console: Console) -> None:
     """Says what the run has in place of a default that it cannot have."""
     if given.fixed_clip() == DECOUPLED_CLIP:
+        clip_ratio = f"actor.diffusion_loss.clip_ratio={given.actor.diffusion_loss.clip_ratio}"
         console.message(
-            f"note: actor.diffusion_loss.clip_ratio={given.actor.diffusion_loss.clip_ratio} "
-            "follows the mismatch of new samples in bypass mode, if the loss says what it clips; "
-            "this run clips at "
-            f"{found.actor.diffusion_loss.clip_ratio:g}"
+            f"note: {clip_ratio} follows the mismatch of new samples in bypass mode, if the loss "
+            f"says what it clips; this run clips at {found.actor.diffusion_loss.clip_ratio:g}"
         )
     correction = found.algorithm.rollout_correction
     images = found.model.kind != "causal_lm" and not found.knows_no_log_probs()
@@ -179,12 +173,7 @@ def _run(
         first_step = 0 if resumed is None else resumed.step + 1
         prompts = Prompts(inputs.sampler, inputs.held_out, inputs.suites)
         log = make_log(
-            config,
-            folder,
-            processes,
-            first_step=first_step,
-            console=console,
-            observers=observers,
+            config, folder, processes, first_step=first_step, console=console, observers=observers
         )
         with out_of_memory_in("loading"):
             trainer = assemble(config, folder, processes, prompts, first_step=first_step, log=log)
@@ -261,30 +250,24 @@ def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint, console
     else:
         command = command_from_lora(config, config.trainer.total_training_steps)
         console.message(f"to train on from its LoRA: {command}")
-    if not _results_are_new(config, folder):
+    # LoRA and report have to be there, and no older than the checkpoint.
+    written = (list_checkpoints(folder.checkpoints)[-1] / "manifest.json").stat().st_mtime
+    results = (folder.lora / EXPORT_NAMES[config.model.kind], folder.root / "report.html")
+    if not all(path.is_file() and path.stat().st_mtime >= written for path in results):
         leave_results(config, folder)
 
 
-def _results_are_new(config: Config, folder: RunFolder) -> bool:
-    """Returns whether LoRA and report were written after the newest checkpoint, and are there."""
-    newest = list_checkpoints(folder.checkpoints)[-1] / "manifest.json"
-    results = folder.lora / EXPORT_NAMES[config.model.kind], folder.root / "report.html"
-    written = newest.stat().st_mtime
-    return all(path.is_file() and path.stat().st_mtime >= written for path in results)
-
-
 def _say_results(config: Config, folder: RunFolder, console: Console, reason: str | None) -> None:
-    rows = MetricsFile(folder.metrics).rows()
     evaluated = [
         {name: row[name] for name in sorted(row) if name.startswith("val/")}
-        for row in rows
+        for row in MetricsFile(folder.metrics).rows()
         if "val/reward" in row
     ]
-    if reason is None and len(evaluated) > 1:
-        console.final_table(evaluated[0], evaluated[-1])
     if reason is not None:
         console.message(
             f"stopped early ({reason}); the state is saved, the same command goes on from here"
         )
+    elif len(evaluated) > 1:
+        console.final_table(evaluated[0], evaluated[-1])
     console.message(f"LoRA: {folder.lora / EXPORT_NAMES[config.model.kind]}")
     console.message(f"report: {folder.root / 'report.html'}")

@@ -99,7 +99,7 @@ def test_the_table_and_the_file(
     check: Callable[[], Finding],
     code: int,
 ) -> None:
-    monkeypatch.setattr(doctor, "doctor", lambda: True)
+    monkeypatch.setattr(doctor, "installation_checks", list)
     monkeypatch.setattr(doctor, "gpu_checks", lambda _: [("first", check)])
     out = tmp_path / "gpu.json"
     assert main(["doctor", "--gpu", "--out", str(out)]) == code
