@@ -60,14 +60,12 @@ class Run:
     @property
     def before(self) -> dict[str, float]:
         """Returns the held-out metrics before training, such as `reward`; {} if there are none."""
-        evaluations = self._evaluations()
-        return evaluations[0] if evaluations else {}
+        return next(iter(self._evaluations()), {})
 
     @property
     def after(self) -> dict[str, float]:
         """Returns the held-out metrics of the latest evaluation; {} if there are none."""
-        evaluations = self._evaluations()
-        return evaluations[-1] if evaluations else {}
+        return next(reversed(self._evaluations()), {})
 
     @property
     def warnings(self) -> list[str]:
@@ -241,13 +239,13 @@ def _with_rewards(config: Config, rewards: RewardTerms) -> Config:
     """Returns the settings with these rewards; options that the settings give for them are kept."""
     if not isinstance(rewards, Mapping):
         raise ValueError(f'rewards={rewards!r}: give them by name, such as {{"mine": function}}')
-    terms = {}
+    terms: dict[str, Any] = {}
     for name, given in rewards.items():
         kept = config.reward.terms.get(name) or {}
         if isinstance(given, Mapping):
             terms[name] = {**given, **kept}
         else:
-            terms[name] = {**kept, **_function(name, given)}
+            terms[name] = {**kept, "_target_": "function", "path": give(name, given)}
     return replace(config, reward=replace(config.reward, terms=terms))
 
 
@@ -256,7 +254,3 @@ def _without_functions(config: Config, rewards: RewardTerms | None) -> Config:
     functions = [name for name, given in (rewards or {}).items() if callable(given)]
     terms = {name: term for name, term in config.reward.terms.items() if name not in functions}
     return replace(config, reward=replace(config.reward, terms=terms))
-
-
-def _function(name: str, score: Score) -> dict[str, Any]:
-    return {"_target_": "function", "path": give(name, score)}

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -116,7 +117,10 @@ def assemble(
     algorithm = make_algorithm(config, task, processes)
     update = PolicyUpdate(algorithm, config.actor, processes, total_updates=config.total_updates())
     health = make_health(config)
-    rejected = make_rejected(config, folder, processes)
+    correction = config.algorithm.rollout_correction
+    rejected = RejectedSamples(
+        folder.rejected, correction, rank=processes.rank, count=processes.count
+    )
     keep = config.trainer.max_checkpoints_to_keep
     return Trainer(
         config=config.trainer,
@@ -185,12 +189,6 @@ def shard(config: Config, network: Any, processes: Processes) -> None:
     if processes.count > 1 and strategy == "fsdp2":
         timeout = timedelta(seconds=config.trainer.timeout_s)
         shard_frozen_weights(transformers(network).values(), processes.device, timeout)
-
-
-def make_rejected(config: Config, folder: RunFolder, processes: Processes) -> RejectedSamples:
-    """Makes what writes rejected samples down."""
-    correction = config.algorithm.rollout_correction
-    return RejectedSamples(folder.rejected, correction, rank=processes.rank, count=processes.count)
 
 
 def make_console(config: Config, processes: Processes, *, quiet: bool = False) -> Console:
@@ -272,8 +270,9 @@ def make_processes(config: Config, *, quiet: bool = False) -> Processes:
 
 
 def make_task(config: Config, processes: Processes) -> Task:
-    """Load the model, put its LoRA on, and wrap both in what the trainer asks for."""
+    """Loads the model, puts its LoRA on, and wraps both in what the trainer asks for."""
     checkpointing, seed = config.model.gradient_checkpointing, config.trainer.seed
+    rollout, tf32 = config.rollout, config.trainer.tf32
     if config.model.kind == "causal_lm":
         with processes.in_turn():
             language = load_causal_lm(config.model, processes.device)
@@ -281,14 +280,11 @@ def make_task(config: Config, processes: Processes) -> Task:
         tokens = TokenPolicy(
             language, network, autocast=processes.autocast, checkpoint_gradients=checkpointing
         )
-        return TextTask(language, tokens, config.rollout, tf32=config.trainer.tf32)
+        return TextTask(language, tokens, rollout, tf32=tf32)
     with processes.in_turn():
         model = load_model(config.model, processes.device)
-    for spec, key in (
-        (config.rollout.spec(), "pipeline"),
-        (config.rollout.held_out_spec(), "val_kwargs"),
-    ):
-        model.check(spec, f"rollout.{key}")
+    model.check(rollout.spec(), "rollout.pipeline")
+    model.check(rollout.held_out_spec(), "rollout.val_kwargs")
     network = add_lora(model, config.model, seed)
     if checkpointing:
         for part in transformers(network).values():
@@ -299,16 +295,15 @@ def make_task(config: Config, processes: Processes) -> Task:
         autocast=processes.autocast,
         steps_per_forward=config.actor.steps_per_forward,
     )
-    decode = needs_samples(config.reward)
     return ImageTask(
         model,
         policy,
-        config.rollout,
+        rollout,
         seed,
         keep_means=config.keep_means(),
-        decode=decode,
+        decode=needs_samples(config.reward),
         seeded=config.data.replay_dir is None and engine_of(config).draws_seed_noise,
-        tf32=config.trainer.tf32,
+        tf32=tf32,
     )
 
 
@@ -370,12 +365,12 @@ def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMo
 
 def make_health(config: Config) -> HealthMonitor:
     """Makes what watches the metrics and warns."""
-    is_text = config.model.kind == "causal_lm"
-    unquantized = unquantized_share(
-        config.rollout.spec().dtype, config.model.dtype, config.trainer.mixed_precision
-    )
+    precisions = (config.rollout.spec().dtype, config.model.dtype, config.trainer.mixed_precision)
     return HealthMonitor(
-        config.effective_correction(), text=is_text, fresh=config.fresh(), unquantized=unquantized
+        config.effective_correction(),
+        text=config.model.kind == "causal_lm",
+        fresh=config.fresh(),
+        unquantized=unquantized_share(*precisions),
     )
 
 
@@ -397,10 +392,10 @@ def make_source(
     rollout = config.rollout
     if rollout.workers:
         engine = make_workers(config, processes)
-    elif engine_of(config).copies_network:
-        engine = make_engine(config, task)
     else:
-        with processes.in_turn():  # each loads a whole pipeline on the host
+        # Each engine with a pipeline of its own loads it whole on the host.
+        alone = nullcontext() if engine_of(config).copies_network else processes.in_turn()
+        with alone:
             engine = make_engine(config, task)
     source = EngineSource(
         engine,
@@ -428,7 +423,11 @@ def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
     """The engine that `rollout.name` names, with the task's weights. ValueError where it refuses
     its options.
     """
-    options = engine_options(config) | {"model": task.model, "network": task.model.network}
+    return _engine_on(config, task.model, task.model.network)
+
+
+def _engine_on(config: Config, model: Any, network: Any) -> RolloutEngine[Any]:
+    options = engine_options(config) | {"model": model, "network": network}
     engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
     return engine
 
@@ -467,10 +466,6 @@ def engine_alone(config: Config, folder: Path) -> RolloutEngine[Any]:
     if folder.is_dir():  # another machine may lack it
         os.chdir(folder)
     set_numerics(deterministic=config.trainer.deterministic, tf32=config.trainer.tf32)
-    device = device_of(config)
     load: Any = load_causal_lm if config.model.kind == "causal_lm" else load_model
-    model = load(config.model, device)
-    network = add_lora(model, config.model, config.trainer.seed)
-    options = engine_options(config) | {"model": model, "network": network}
-    engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
-    return engine
+    model = load(config.model, device_of(config))
+    return _engine_on(config, model, add_lora(model, config.model, config.trainer.seed))

@@ -44,11 +44,7 @@ def load_class(package: str, name: str, base: type) -> type:
     if f"{name}{_ENGINE}" in modules:
         name = f"{name}{_ENGINE}"
     if name not in modules:
-        available = available_plugins(package, base)
-        raise ValueError(
-            f"{package} has no plug-in {name!r}{did_you_mean(name, available)}; available: "
-            f"{', '.join(available)}, or the full path of a class, my_package.my_module.MyClass"
-        )
+        raise ValueError(f"{package} has {_no_plugin(name, available_plugins(package, base))}")
     found = concrete_subclasses(import_module(f"{package}.{name}"), base)
     if len(found) != 1:
         names = ", ".join(cls.__name__ for cls in found) or "none"
@@ -61,10 +57,9 @@ def load_class(package: str, name: str, base: type) -> type:
 
 def available_plugins(package: str, base: type) -> list[str]:
     """Lists the names that `load_class` knows in a package, sorted. Imports all its modules."""
-    names = sorted(_module_names(package))
     return [
         name
-        for name in names
+        for name in sorted(_module_names(package))
         if len(concrete_subclasses(import_module(f"{package}.{name}"), base)) == 1
     ]
 
@@ -80,13 +75,17 @@ def check_engine_name(package: str, name: str, key: str) -> None:
     Raises:
       ValueError: there is no such engine. The message lists those that exist.
     """
-    modules = [module for module in _module_names(package) if module.endswith(_ENGINE)]
-    engines = sorted(module.removesuffix(_ENGINE) for module in modules)
+    names = _module_names(package)
+    engines = sorted(module.removesuffix(_ENGINE) for module in names if module.endswith(_ENGINE))
     if "." not in name and name.removesuffix(_ENGINE) not in engines:
-        raise ValueError(
-            f"{key}={name}: there is no plug-in {name!r}{did_you_mean(name, engines)}; available: "
-            f"{', '.join(engines)}, or the full path of a class, my_package.my_module.MyClass"
-        )
+        raise ValueError(f"{key}={name}: there is {_no_plugin(name, engines)}")
+
+
+def _no_plugin(name: str, available: Sequence[str]) -> str:
+    return (
+        f"no plug-in {name!r}{did_you_mean(name, available)}; available: {', '.join(available)}, "
+        "or the full path of a class, my_package.my_module.MyClass"
+    )
 
 
 def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
@@ -125,12 +124,10 @@ def check_options(
     """
     parameters = inspect.signature(cls).parameters
     allowed = [name for name, parameter in parameters.items() if parameter.kind in _KEYWORD_KINDS]
-    takes_any = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
-    for name in options:
-        if name not in allowed and not takes_any:
-            known = [*others, *allowed]
+    kinds = [parameter.kind for parameter in parameters.values()]
+    known = [*others, *allowed]
+    for name in options if inspect.Parameter.VAR_KEYWORD not in kinds else ():
+        if name not in allowed:
             listed = ", ".join(known) or "none"
             raise ValueError(
                 f"{where}.{name}: unknown option{did_you_mean(name, known)}; allowed: {listed}"
