@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.faults import Trained, command, count_changes, final_state, words_of
+from support.faults import STOP, Trained, command, final_state, on_change, words_of
 
 # All that a run imports, once for all forks.
 from flowgrpo_rc.commands import train  # noqa: F401
@@ -16,11 +16,11 @@ from flowgrpo_rc.commands import train  # noqa: F401
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """Notes for the summary which fault a test injects."""
-    mark = item.get_closest_marker("fault")
-    if mark is not None and call.when == "setup":
+    if call.when == "setup":
         _, _, parameters = item.name.partition("[")
         case = f" ({parameters[:-1]})" if parameters else ""
-        item.user_properties.append(("fault", f"{mark.args[0]}{case}: {mark.args[1]}"))
+        for mark in item.iter_markers("fault"):
+            item.user_properties.append(("fault", f"{mark.args[0]}{case}: {mark.args[1]}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -60,13 +60,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]
     @cache
     def run(words: tuple[str, ...]) -> Trained:
         folder = tmp_path_factory.mktemp("trained")
-        count = folder / "count"
-        ended = command(
-            *words_of(words, f"trainer.output_dir={folder / 'run'}"),
-            harm=count_changes(folder / "run", count),
-        )
-        assert ended.code == 0, ended.output
-        return Trained(folder / "run", final_state(folder / "run"), count.stat().st_size)
+        run, last = folder / "run", folder / "last_change"
+        count = on_change(run, lambda number: last.write_text(str(number)) and None)
+        ended = command(*words_of(words, f"trainer.output_dir={run}"), harm=count)
+        assert ended.code == (75 if STOP in words else 0), ended.output
+        return Trained(run, final_state(run), int(last.read_text()) + 1)
 
     return lambda words: run(tuple(word for word in words if "output_dir" not in word))
 
@@ -75,6 +73,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]
 def whole(small: list[str], trained: Callable[[Sequence[str]], Trained]) -> Trained:
     """A run of `small` that nothing has happened to; harm a copy of it."""
     return trained(small)
+
+
+@pytest.fixture
+def begun(small: list[str], trained: Callable[[Sequence[str]], Trained], tmp_path: Path) -> Path:
+    """The folder of a run of `small` that was stopped after its first step, to harm."""
+    return Path(shutil.copytree(trained([*small, STOP]).folder, tmp_path / "run"))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.faults import Trained, command, fault, final_state, replace_file, words_of
+from support.faults import Trained, command, fault, final_state, mixed, replace_file, words_of
 
 FILES = (
     "lora.safetensors",
@@ -38,8 +37,7 @@ def flipped(content: bytes) -> bytes:
     "a file of the newest checkpoint is damaged",
     "the run goes on from the one before, ends with equal results, and keeps the damaged one aside",
 )
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("name", "damage"), mixed(FILES, DAMAGE))
 def test_damaged_file(
     finished: Path, whole: Trained, small: list[str], name: str, damage: str
 ) -> None:
@@ -68,41 +66,44 @@ def test_all_damaged(finished: Path, small: list[str]) -> None:
 # --- Crafted: each file fits its manifest
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Any:
-    return lambda path: save_file(change(load_file(path)), path)
+Tensors = dict[str, torch.Tensor]
 
 
-def first(found: Mapping[str, torch.Tensor]) -> str:
-    return next(iter(found))
+def tensors(change: Callable[[Tensors, str], Tensors]) -> Callable[[Path], Any]:
+    """Returns a change of a file of tensors, which is given the name of the first as well."""
+
+    def changed(path: Path) -> None:
+        found = load_file(path)
+        save_file(change(found, next(iter(found))), path)
+
+    return changed
 
 
-def state(change: Callable[[dict[str, Any]], Any]) -> Any:
+def state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
     return lambda path: path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
 CRAFTED = {
     "a row to be broadcast": (
         "lora.safetensors",
-        tensors(lambda found: found | {first(found): found[first(found)][:1].clone()}),
+        tensors(lambda found, first: found | {first: found[first][:1].clone()}),
     ),
     "a tensor is missing": (
         "lora.safetensors",
-        tensors(lambda found: {name: found[name] for name in list(found)[1:]}),
+        tensors(lambda found, first: {name: found[name] for name in found if name != first}),
     ),
     "a tensor too many": (
         "ema.safetensors",
-        tensors(lambda found: found | {"more": torch.zeros(1)}),
+        tensors(lambda found, _: found | {"more": torch.zeros(1)}),
     ),
     "another dtype": (
         "lora.safetensors",
-        tensors(lambda found: {name: value.half() for name, value in found.items()}),
+        tensors(lambda found, first: found | {first: found[first].half()}),
     ),
     "a moment of another shape": (
         "optimizer.safetensors",
         tensors(
-            lambda found: {
-                name: value[:1].clone() if value.ndim else value for name, value in found.items()
-            }
+            lambda found, _: {name: t[:1].clone() if t.ndim else t for name, t in found.items()}
         ),
     ),
     "no tensors in the file": ("lora.safetensors", lambda path: path.write_bytes(b"\x08" * 64)),
@@ -118,14 +119,13 @@ CRAFTED = {
 
 @fault("a checkpoint is crafted: its files fit its manifest", "one line names what is wrong")
 @pytest.mark.parametrize("case", CRAFTED)
-def test_crafted(finished: Path, small: list[str], case: str) -> None:
+def test_crafted(begun: Path, small: list[str], case: str) -> None:
     name, change = CRAFTED[case]
-    shutil.rmtree(finished / "checkpoints" / "step_3")
-    replace_file(finished / "checkpoints" / "step_2", name, change)
+    replace_file(begun / "checkpoints" / "step_1", name, change)
     ended = command(*words_of(small))
     assert ended.code == 1, ended.output
     assert "Traceback" not in ended.output
-    assert re.search(r"error: .*(step_2|step 2|of the checkpoint)", ended.output)
+    assert re.search(r"error: .*(step_1|step 1|of the checkpoint)", ended.output)
 
 
 @fault("a manifest names a file outside of its folder", "the checkpoint is refused")

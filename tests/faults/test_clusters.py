@@ -74,30 +74,8 @@ def test_no_token(small: list[str], environment: dict[str, str], tmp_path: Path)
 
 
 @fault("a Ray cluster has no room for a worker", "one line names the keys")
-def test_no_room(
-    small: list[str], ray_node: Callable[..., None], environment: dict[str, str]
-) -> None:
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 32}
-    port = free_port()
-    settings = (
-        "rollout.workers=1",
-        "rollout.cpus_per_worker=2",
-        "rollout.worker_timeout_s=5",
-        f"rollout.ray_address=127.0.0.1:{port}",
-    )
-    ray_node("first", "--head", f"--port={port}", "--include-dashboard=false")
-    wait_for(lambda: listens(port))
-    ended = command(*words_of(small, *settings), harm=lambda: os.environ.update(environment))
-    assert ended.code == 1, ended.output
-    assert (
-        "error: no rollout worker has started within rollout.worker_timeout_s=5: each asks for 2 "
-        "cores (rollout.cpus_per_worker) and 0 GPUs (rollout.gpus_per_worker), and the cluster has "
-        "1 and 0"
-    ) in ended.output
-
-
 @fault("a machine joins the cluster of rollout workers, and is lost", "both sample; equal results")
-def test_a_machine_comes_and_goes(
+def test_a_cluster(
     small: list[str],
     checkpoint: Path,
     ray_node: Callable[..., None],
@@ -107,12 +85,24 @@ def test_a_machine_comes_and_goes(
 ) -> None:
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 32}
     port = free_port()
-    address = f"127.0.0.1:{port}"
+    address = f"rollout.ray_address=127.0.0.1:{port}"
+    ray_node("first", "--head", f"--port={port}", "--include-dashboard=false")
+    wait_for(lambda: listens(port))
+    too_large = ("rollout.workers=1", "rollout.cpus_per_worker=2", "rollout.worker_timeout_s=5")
+    words = words_of(small, address, *too_large)
+    ended = command(*words, harm=lambda: os.environ.update(environment))
+    assert ended.code == 1, ended.output
+    assert (
+        "error: no rollout worker has started within rollout.worker_timeout_s=5: each asks for 2 "
+        "cores (rollout.cpus_per_worker) and 0 GPUs (rollout.gpus_per_worker), and the cluster has "
+        "1 and 0"
+    ) in ended.output
+
     words = words_of(
         small,
         CHUNKS,
+        address,
         "rollout.workers=2",
-        f"rollout.ray_address={address}",
         "rollout.name=support.worker_engines.OnTwoNodes",
         f"+rollout.engine_kwargs.folder={tmp_path}",
         f"model.path={os.path.relpath(checkpoint)}",
@@ -122,12 +112,10 @@ def test_a_machine_comes_and_goes(
         os.environ.update(environment)
         return main(words)
 
-    ray_node("first", "--head", f"--port={port}", "--include-dashboard=false")
-    wait_for(lambda: listens(port))
     with started(train, timeout=300) as process:
-        wait_for((tmp_path / "met_first").exists)
-        ray_node("second", f"--address={address}")
-        wait_for((tmp_path / "hangs").exists)
+        assert process.wait_until((tmp_path / "met_first").exists), process.output()
+        ray_node("second", f"--address=127.0.0.1:{port}")
+        assert process.wait_until((tmp_path / "hangs").exists), process.output()
         for pid in {*marked(str(tmp_path))} & {*marked("FLOWGRPO_RC_NODE=second")}:
             os.kill(pid, signal.SIGKILL)
         ended = process.wait()
@@ -157,7 +145,7 @@ exec "$@"
 def test_a_slurm_job(
     small: list[str], environment: dict[str, str], tmp_path: Path, whole: Trained
 ) -> None:
-    """Runs examples/slurm_workers.sh twice, as Slurm would."""
+    """Runs examples/slurm_workers.sh as Slurm would."""
     for name, text in SLURM.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -167,28 +155,18 @@ def test_a_slurm_job(
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
     }
-    words = ["bash", str(ROOT / "examples/slurm_workers.sh"), *small]
-
-    def submit(workers: int, *, warned: bool) -> str:
-        log = tmp_path / f"{workers}.log"
-        with (
-            log.open("w") as output,
-            subprocess.Popen(
-                [*words, f"rollout.workers={workers}"],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            ) as job,
-        ):
-            if warned:
-                wait_for((tmp_path / "run" / "checkpoints" / "step_1").exists)
-                job.send_signal(signal.SIGUSR1)
-            assert job.wait(timeout=300) == 0, log.read_text()
-        assert all_gone(str(tmp_path), seconds=20)
-        return log.read_text()
-
-    assert "stopped early (SIGUSR1)" in submit(2, warned=True)
+    words = ["bash", str(ROOT / "examples/slurm_workers.sh"), *small, "rollout.workers=1"]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(words, env=environment, stdout=output, stderr=output) as job,
+    ):
+        wait_for((tmp_path / "run" / "checkpoints" / "step_1").exists)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=300) == 0, log.read_text()
+    assert all_gone(str(tmp_path), seconds=20)
+    assert "stopped early (SIGUSR1)" in log.read_text()
     assert (tmp_path / "requeued").read_text().split() == [environment["SLURM_JOB_ID"]]
     assert len(read_rows(tmp_path / "run")) < 4
-    submit(1, warned=False)
+    assert command(*words_of(small)).code == 0  # without workers
     assert final_state(tmp_path / "run") == whole.state

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.faults import command, fault, words_of
+from support.faults import STOP, Trained, command, fault, mixed, words_of
 from support.runs import WORDS
 
 
@@ -24,73 +25,85 @@ CHANGED = {
 }
 
 
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the files of `own` are."""
+    return tmp_path_factory.mktemp("own") / "files"
+
+
 @pytest.fixture
-def own(small: list[str], checkpoint: Path, tmp_path: Path) -> list[str]:
-    """The words of a run that reads files of its own, interrupted after its first step."""
-    shutil.copytree(checkpoint, tmp_path / "model")
+def own(
+    place: Path,
+    small: list[str],
+    checkpoint: Path,
+    trained: Callable[[Sequence[str]], Trained],
+    tmp_path: Path,
+) -> list[str]:
+    """The words of a run that was stopped after its first step, and that reads files of its own."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(checkpoint, place / "model")
     for name in ("train", "val"):
-        (tmp_path / f"{name}.txt").write_text(lines(*WORDS))
-    words = words_of(
-        small,
-        f"model.path={tmp_path / 'model'}",
-        f"data.train_files={tmp_path / 'train.txt'}",
-        f"data.val_files={tmp_path / 'val.txt'}",
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=2",
-    )
-    assert command(*words, "trainer.max_time=0.001").code == 75
-    return words
+        (place / f"{name}.txt").write_text(lines(*WORDS))
+    settings = [
+        *small,
+        f"model.path={place / 'model'}",
+        f"data.train_files={place / 'train.txt'}",
+        f"data.val_files={place / 'val.txt'}",
+    ]
+    shutil.copytree(trained([*settings, STOP]).folder, tmp_path / "run")
+    return words_of(settings)
 
 
-def refused(words: list[str], file: str) -> None:
-    """Fails unless a command is refused with the name of a file, and goes on if asked to."""
+def change_weights(model: Path) -> None:
+    path = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] + 1e-3}, path, metadata={"format": "pt"})
+
+
+def refused(words: list[str], *files: str) -> None:
+    """Fails unless a command is refused with the names of files that have changed."""
     ended = command(*words)
     assert ended.code == 2, ended.output
     assert "has changed" in ended.output
-    assert file in ended.output
-    accepted = command(*words, "trainer.accept_changed_inputs=true")
-    assert accepted.code == 0, accepted.output
-    assert file in accepted.output
-    assert command(*words).code == 0  # it is the run's own now
+    assert all(file in ended.output for file in files)
 
 
 @fault("the training prompts change", "the command is refused and names the file")
 @pytest.mark.parametrize("change", CHANGED)
-def test_training_prompts(own: list[str], tmp_path: Path, change: str) -> None:
-    (tmp_path / "train.txt").write_text(CHANGED[change])
+def test_training_prompts(own: list[str], place: Path, change: str) -> None:
+    (place / "train.txt").write_text(CHANGED[change])
     refused(own, "train.txt")
-    report = (tmp_path / "run" / "report.html").read_text()
-    assert "goes on with other inputs" in report
 
 
-@fault("the held-out prompts change", "the command is refused and names the file")
-def test_held_out_prompts(own: list[str], tmp_path: Path) -> None:
-    (tmp_path / "val.txt").write_text(CHANGED["reordered"])
-    refused(own, "val.txt")
-
-
-@fault("the model's weights are others at the same path", "the command is refused")
-def test_other_weights(own: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(path)
-    name = next(iter(tensors))
-    save_file(tensors | {name: tensors[name] + 1e-3}, path, metadata={"format": "pt"})
-    refused(own, "diffusion_pytorch_model.safetensors")
+@fault(
+    "the model's weights and all prompts are others at the same path",
+    "the command is refused, and goes on if asked to",
+)
+def test_changed_inputs(own: list[str], place: Path, tmp_path: Path) -> None:
+    for name in ("train.txt", "val.txt"):
+        (place / name).write_text(CHANGED["reordered"])
+    change_weights(place / "model")
+    files = ("diffusion_pytorch_model.safetensors", "train.txt", "val.txt")
+    refused(own, *files)
+    accepted = command(*own, "trainer.accept_changed_inputs=true")
+    assert accepted.code == 0, accepted.output
+    assert all(file in accepted.output for file in files)
+    assert "goes on with other inputs" in (tmp_path / "run" / "report.html").read_text()
+    assert command(*own).code == 0  # they are the run's own now
 
 
 @fault("a file that the run reads is moved or written in another format", "the run goes on")
-def test_moved_files(own: list[str], tmp_path: Path) -> None:
-    moved = tmp_path / "moved"
+def test_moved_files(own: list[str], place: Path) -> None:
+    moved = place / "moved"
     moved.mkdir()
-    shutil.move(tmp_path / "model", moved / "model")
-    (tmp_path / "train.txt").unlink()
+    shutil.move(place / "model", moved / "model")
+    (place / "train.txt").unlink()
     rows = [json.dumps({"prompt": f'"{word}"', "target": word}) for word in WORDS]
     (moved / "train.jsonl").write_text("\n".join(rows))
-    there = {
-        "model.path": moved / "model",
-        "data.train_files": moved / "train.jsonl",
-    }
-    ended = command(*own, *(f"{key}={path}" for key, path in there.items()))
+    ended = command(
+        *own, f"model.path={moved / 'model'}", f"data.train_files={moved / 'train.jsonl'}"
+    )
     assert ended.code == 0, ended.output
 
 
@@ -115,18 +128,22 @@ def test_missing_rows(own: list[str], tmp_path: Path) -> None:
     assert "lacks the rows of 1 steps, from 1" in ended.output
 
 
+DAMAGED = {
+    "empty": b"",
+    "bytes": b"\x00\xff",
+    "torn": b"model: [",
+    "alias": b"a: &a [1]\nb: *a\n",
+    "list": b"- 1\n",
+    "keys": b"model: {path: 3, x: 1}\n",
+}
+
+
 @fault("config.yaml is damaged", "one line names the file")
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\x00\xff", b"model: [", b"a: &a [1]\nb: *a\n", b"- 1\n", b"model: {path: 3, x: 1}\n"],
-    ids=["empty", "bytes", "torn", "alias", "list", "keys"],
-)
-@pytest.mark.parametrize("verb", ["train", "eval", "report"])
-def test_damaged_config(own: list[str], tmp_path: Path, verb: str, content: bytes) -> None:
-    run = tmp_path / "run"
-    (run / "config.yaml").write_bytes(content)
-    ended = command(*own) if verb == "train" else command(verb, str(run))
-    if verb == "report" and content.startswith(b"model: {"):
+@pytest.mark.parametrize(("content", "verb"), mixed(DAMAGED, ("train", "eval", "report")))
+def test_damaged_config(begun: Path, small: list[str], verb: str, content: str) -> None:
+    (begun / "config.yaml").write_bytes(DAMAGED[content])
+    ended = command(*words_of(small)) if verb == "train" else command(verb, str(begun))
+    if (verb, content) == ("report", "keys"):
         assert ended.code == 0  # a page of a run of another version
         return
     assert ended.code == 2, ended.output

@@ -7,12 +7,19 @@ import os
 from pathlib import Path
 
 import pytest
-from support.faults import Trained, at_change, command, die, fault, final_state, words_of
+from support.faults import (
+    EVERY,
+    Trained,
+    at_change,
+    command,
+    die,
+    fault,
+    final_state,
+    words_of,
+)
 
 from flowgrpo_rc.commands import train
 
-# Every how many changes a run is harmed; 1 takes them all.
-EVERY = int(os.environ.get("FAULTS_EVERY", "11"))
 CHANGES = 84  # a run of `small` has fewer
 
 
@@ -54,9 +61,8 @@ def test_a_refusal_at_any_change(
 
 
 @fault("the process is killed between the last checkpoint and the export", "the LoRA is the newest")
-def test_a_kill_before_the_export(small: list[str], tmp_path: Path, whole: Trained) -> None:
+def test_a_kill_before_the_export(begun: Path, small: list[str], whole: Trained) -> None:
     words = words_of(small)
-    assert command(*words, "trainer.max_time=0.001").code == 75  # exports the LoRA of step 1
 
     def harm() -> None:
         train.leave_results = lambda *given: die()
@@ -64,4 +70,4 @@ def test_a_kill_before_the_export(small: list[str], tmp_path: Path, whole: Train
     assert command(*words, harm=harm).code == -9
     assert command(*words).code == 0
     name = Path("lora") / "pytorch_lora_weights.safetensors"
-    assert (tmp_path / "run" / name).read_bytes() == (whole.folder / name).read_bytes()
+    assert (begun / name).read_bytes() == (whole.folder / name).read_bytes()

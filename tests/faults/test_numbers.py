@@ -21,6 +21,7 @@ from support.faults import (
     fault,
     final_state,
     has_nan,
+    mixed,
     replace_file,
     words_of,
 )
@@ -89,7 +90,7 @@ def log_probs_of(value: float, count: int) -> Callable[[Any, Any], Iterator[Any]
 STATE = {
     "a moment": (torch.optim.AdamW, "step", 3, spoil_moment),
     "a weight": (torch.optim.AdamW, "step", 3, spoil_weight),
-    "an average": (EMAModel, "step", 2, spoil_average),
+    "an average": (EMAModel, "step", 1, spoil_average),
 }
 
 
@@ -142,35 +143,26 @@ def test_a_checkpoint_that_holds_nan_is_passed_over(finished: Path, small: list[
     assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
 
 
-@fault("one update has a NaN gradient", "it is skipped and counted, and the run goes on")
-def test_one_gradient(small: list[str], tmp_path: Path) -> None:
-    harm = nth_call(PolicyUpdate, "_divide_gradients", 2, spoil_gradient)
-    ended = command(*words_of(small), harm=harm)
+UPDATES = {
+    "gradient": (PolicyUpdate, "_divide_gradients", spoil_gradient),
+    "loss": (PolicyGradient, "_seen", infinite_loss),
+}
+
+
+@fault("a gradient is NaN, or a loss infinite", "the update is skipped and counted")
+@pytest.mark.parametrize("site", UPDATES)
+def test_one_update(small: list[str], tmp_path: Path, site: str) -> None:
+    owner, name, change = UPDATES[site]
+    ended = command(*words_of(small), harm=nth_call(owner, name, 2, change))
     assert ended.code == 0, ended.output
     assert has_nan(tmp_path / "run") == []
     assert read_rows(tmp_path / "run")[-1]["actor/nonfinite_updates"] == 1
 
 
-@fault("a loss is infinite and its gradient is not", "the update is skipped and counted")
-def test_one_loss(small: list[str], tmp_path: Path) -> None:
-    harm = nth_call(PolicyGradient, "_seen", 2, infinite_loss)
-    ended = command(*words_of(small), harm=harm)
-    assert ended.code == 0, ended.output
-    assert has_nan(tmp_path / "run") == []
-    assert read_rows(tmp_path / "run")[-1]["actor/nonfinite_updates"] == 1
-
-
-@fault("every gradient is NaN", "the run stops with the step, the reason and a debug bundle")
-@pytest.mark.parametrize(
-    "site",
-    [
-        (PolicyUpdate, "_divide_gradients", spoil_gradient),
-        (PolicyGradient, "_seen", infinite_loss),
-    ],
-    ids=["grad", "loss"],
-)
-def test_all_gradients(small: list[str], tmp_path: Path, site: tuple[type, str, Any]) -> None:
-    owner, name, change = site
+@fault("that happens in every update", "the run stops with the step, the reason and a debug bundle")
+@pytest.mark.parametrize("site", UPDATES)
+def test_all_updates(small: list[str], tmp_path: Path, site: str) -> None:
+    owner, name, change = UPDATES[site]
     ended = command(*words_of(small), harm=nth_call(owner, name, -1, change))
     assert ended.code == 1, ended.output
     assert "step 3: the gradient was not finite in 5 updates in a row" in ended.output
@@ -179,8 +171,7 @@ def test_all_gradients(small: list[str], tmp_path: Path, site: tuple[type, str, 
 
 
 @fault("the engine records log-probs that are not finite", "those steps are not trained on")
-@pytest.mark.parametrize("bypass", [True, False], ids=["bypass", "decoupled"])
-@pytest.mark.parametrize("value", [math.nan, -math.inf], ids=str)
+@pytest.mark.parametrize(("value", "bypass"), mixed([math.nan, -math.inf], [True, False]))
 def test_log_probs_of_some_samples(
     small: list[str], tmp_path: Path, value: float, bypass: bool
 ) -> None:

@@ -6,7 +6,6 @@ import base64
 import socket
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import httpx2
 import pytest
 from support.faults import fault, started
+from support.launching import free_port
 from support.prompts import numbered_prompts, random_images
 
 from flowgrpo_rc.cli import main
@@ -29,11 +29,9 @@ HEADERS = b"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Type: application/json
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of a server that `flowgrpo-rc serve-reward` runs."""
     monkeypatch.setenv("FLOWGRPO_REWARD_TOKEN", TOKEN)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        number = free.getsockname()[1]
+    number = free_port()
     with started(lambda: main(["serve-reward", "jpeg", "--port", str(number)])) as process:
-        while process.poll() is None and "Uvicorn running" not in process.output():
-            time.sleep(0.02)
+        assert process.wait_until(lambda: "Uvicorn running" in process.output())
         yield number
 
 

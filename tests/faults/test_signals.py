@@ -21,7 +21,6 @@ from support.faults import (
     started,
     words_of,
 )
-from support.launching import wait_for
 from support.runs import read_rows
 
 from flowgrpo_rc.cli import main
@@ -104,10 +103,9 @@ def ends_at_next(process: Started) -> bool:
 )
 def test_a_second_signal(small: list[str], first: signal.Signals, second: signal.Signals) -> None:
     with started(lambda: main(words_of(small, *HANGS))) as process:
-        wait_for(Path("hangs").exists)
+        assert process.wait_until(Path("hangs").exists), process.output()
         process.send(first)
-        wait_for(lambda: ends_at_next(process), 10)
-        assert process.poll() is None
+        assert process.wait_until(lambda: ends_at_next(process)), process.output()
         process.send(second)
         start = time.monotonic()
         ended = process.wait()

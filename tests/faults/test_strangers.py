@@ -8,7 +8,6 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -190,27 +189,6 @@ NAMED = {
 }
 
 
-@pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Path]:
-    """Trains, and returns the folder of the run; equal words train once."""
-
-    @cache
-    def train(words: tuple[str, ...]) -> Path:
-        folder = tmp_path_factory.mktemp("stranger") / "run"
-        ended = command(*words_of(words, f"trainer.output_dir={folder}"))
-        assert ended.code == 0, ended.output
-        return folder
-
-    return train
-
-
-@pytest.fixture
-def given(once: Callable[[tuple[str, ...]], Path], small: list[str], tmp_path: Path) -> Path:
-    """The folder of a run that somebody gave away."""
-    words = tuple(word for word in small if not word.startswith("trainer.output_dir="))
-    return Path(shutil.copytree(once(words), tmp_path / "run"))
-
-
 def plant(run: Path, section: str, settings: dict[str, object]) -> None:
     """Writes into a run's config.yaml what a stranger might, and code beside the run."""
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -238,16 +216,16 @@ def resume(run: Path) -> Ended:
     "eval and Run.resume list the settings before anything is imported, and ask for trust",
 )
 @pytest.mark.parametrize("what", NAMED)
-def test_what_a_run_names(given: Path, mark: Path, what: str) -> None:
+def test_what_a_run_names(finished: Path, mark: Path, what: str) -> None:
     section, settings = NAMED[what]
-    plant(given, section, settings)
-    ended = command("eval", str(given))
+    plant(finished, section, settings)
+    ended = command("eval", str(finished))
     assert ended.code == 2, ended.output
     (line,) = ended.output.splitlines()
     assert f": {section}." in line
     assert "evil" in line or "token_env=PATH" in line
     assert line.endswith("give --trust")
-    assert resume(given).output.splitlines()[-1].endswith("give trust=True")
+    assert resume(finished).output.splitlines()[-1].endswith("give trust=True")
     assert not mark.exists()
 
 
@@ -255,25 +233,25 @@ def test_what_a_run_names(given: Path, mark: Path, what: str) -> None:
     "a run that somebody gave away reads the environment, ${oc.env:NAME}",
     "eval, export and Run.resume refuse",
 )
-def test_a_run_that_reads_the_environment(given: Path) -> None:
-    plant(given, "trainer", {"experiment_name": "${oc.env:PATH}"})
+def test_a_run_that_reads_the_environment(finished: Path) -> None:
+    plant(finished, "trainer", {"experiment_name": "${oc.env:PATH}"})
     message = "trainer.experiment_name=${oc.env:PATH} stands for another value"
-    for words in (["eval", str(given), "--trust"], ["export", str(given), "--out", "out"]):
+    for words in (["eval", str(finished), "--trust"], ["export", str(finished), "--out", "out"]):
         ended = command(*words)
         assert ended.code == 2
         assert message in ended.output
-    assert message in resume(given).output
+    assert message in resume(finished).output
 
 
 @fault(
     "a run that somebody gave away names code, or a secret of this machine",
     "export, report and compare import none of it; train refuses other settings than its own",
 )
-def test_commands_that_import_nothing(given: Path, small: list[str], mark: Path) -> None:
-    other = Path(shutil.copytree(given, given.parent / "other"))
+def test_commands_that_import_nothing(finished: Path, small: list[str], mark: Path) -> None:
+    other = Path(shutil.copytree(finished, finished.parent / "other"))
     for section, settings in NAMED.values():
-        plant(given, section, settings)
-    run, out = str(given), str(given.parent / "out")
+        plant(finished, section, settings)
+    run, out = str(finished), str(finished.parent / "out")
     for words in (["report", run], ["compare", run, str(other)], ["export", run, "--out", out]):
         ended = command(*words)
         assert ended.code == 0, ended.output
@@ -286,9 +264,9 @@ def test_commands_that_import_nothing(given: Path, small: list[str], mark: Path)
 @fault(
     "a module lies in the working directory", "eval without trust does not look for modules there"
 )
-def test_the_working_directory_of_an_evaluation(given: Path) -> None:
+def test_the_working_directory_of_an_evaluation(finished: Path) -> None:
     def looks_here(*words: str) -> int:
-        assert main(["eval", str(given), *words]) == 0
+        assert main(["eval", str(finished), *words]) == 0
         return int(str(Path.cwd()) in sys.path)
 
     assert forked(lambda: looks_here()).code == 0
@@ -302,17 +280,17 @@ def bright(image, prompt):
 
 
 @fault("a run names a reward of its user's own", "eval --trust imports it")
-def test_own_code_with_trust(given: Path) -> None:
+def test_own_code_with_trust(finished: Path) -> None:
     Path("own_reward.py").write_text(OWN_REWARD)
     term = {"bright": {"_target_": "function", "path": "own_reward:bright"}}
-    plant(given, "reward.terms", term)
-    ended = command("eval", str(given), "--trust")
+    plant(finished, "reward.terms", term)
+    ended = command("eval", str(finished), "--trust")
     assert ended.code == 0, ended.output
     assert "bright" in ended.output
 
     def go_on() -> int:
         functions = {"bright": lambda image, prompt: 1.0}
-        Run(given).resume(["trainer.total_training_steps=4"], rewards=functions)
+        Run(finished).resume(["trainer.total_training_steps=4"], rewards=functions)
         return 0
 
     # A function of the caller needs no trust, and comes before that of the folder.

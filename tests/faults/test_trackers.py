@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
-from support.faults import Harm, Trained, command, fault, final_state, words_of
+from support.faults import Harm, Trained, command, fault, final_state, some, words_of
 from support.launching import alone
 from support.runs import read_rows
 
@@ -141,7 +141,7 @@ def test_a_console_that_is_gone(survives, tmp_path: Path, how: str) -> None:
 
 
 @fault("the reader of the output leaves, as in `| head -1`", "the run ends with exit code 0")
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", some([1, 2]))
 def test_head(small: list[str], tmp_path: Path, processes: int) -> None:
     words = words_of(small, f"trainer.num_processes={processes}")[1:]
     script = '"$@" | head -n 1; exit "${PIPESTATUS[0]}"'

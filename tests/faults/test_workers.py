@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 from support.documented import ROOT
 from support.faults import (
+    EVERY,
     Ended,
     Trained,
     command,
     fault,
     final_state,
     sizes,
+    some,
     started,
-    wait_for_rows,
     words_of,
 )
 from support.launching import all_gone, marked
@@ -31,7 +32,6 @@ from support.runs import read_rows
 from flowgrpo_rc.cli import main
 
 pytestmark = needs_ray
-ENGINE = "support.worker_engines.Harmful"
 
 
 @pytest.fixture
@@ -48,65 +48,48 @@ def with_workers(small: list[str], tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
-def harms(folder: Path, harm: str, times: int) -> list[str]:
-    """Returns the settings of an engine that harms its worker so many times."""
-    for number in range(times):
-        (folder / f"harm_{number}").touch()
-    given = {"folder": folder, "harm": harm, "step": 2}
-    return [
-        f"rollout.name={ENGINE}",
-        *(f"+rollout.engine_kwargs.{k}={v}" for k, v in given.items()),
-    ]
-
-
-LOSSES = {
-    "killed": ("kill", (), "The actor died unexpectedly"),
-    # A single one, so that the other chunks wait for its successor.
-    "hangs": (
-        "hang",
-        ("rollout.workers=1", "rollout.worker_timeout_s=30"),
-        "took longer than rollout.worker_timeout_s=30",
-    ),
-    "raises": ("raise", (), "ArithmeticError: a worker's engine has failed"),
-    "other settings": ("other settings", (), "sampled with other settings: guidance_scale"),
-    "other weights": ("other weights", (), "does not hold the trainer's LoRA of step 1"),
-}
-
-
-def same(run: Path, whole: Trained) -> bool:
-    return final_state(run) == whole.state
+# How workers are lost in step 2, and what is said of it.
+LOSSES = some(
+    [
+        ("kill", "The actor died unexpectedly"),
+        ("hang", "took longer than rollout.worker_timeout_s=30"),
+        ("weights", "does not hold the trainer's LoRA of step 1"),
+        ("settings", "sampled with other settings: guidance_scale"),
+        ("raise", "ArithmeticError: a worker's engine has failed"),
+    ],
+    3,
+)
 
 
 @fault(
     "a rollout worker is killed, hangs, raises or samples something else",
     "another samples its chunk; the bits are equal",
 )
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_lost_worker(
-    with_workers: Callable[..., Ended], tmp_path: Path, whole: Trained, loss: str
-) -> None:
-    harm, settings, reason = LOSSES[loss]
-    ended = with_workers(*harms(tmp_path, harm, 1), *settings)
-    assert ended.code == 0, ended.output
-    assert not list(tmp_path.glob("harm_*"))
-    assert "a rollout worker was lost (1 of 3 restarts)" in ended.output
-    assert reason in ended.output
-    assert same(tmp_path / "run", whole)
-
-
 @fault("no rollout worker is left", "one line says why, and the same command goes on")
-def test_no_worker_is_left(
-    with_workers: Callable[..., Ended], tmp_path: Path, whole: Trained
+def test_lost_workers(
+    with_workers: Callable[..., Ended], small: list[str], tmp_path: Path, whole: Trained
 ) -> None:
-    settings = harms(tmp_path, "raise", 3)
-    ended = with_workers(*settings, "rollout.max_restarts=1")
+    for harm in (*(f"2_{loss}" for loss, _ in LOSSES), "3_raise"):
+        (tmp_path / f"harm_{harm}").touch()
+    ended = with_workers(
+        "rollout.workers=1",
+        "rollout.worker_timeout_s=30",
+        f"rollout.max_restarts={len(LOSSES)}",
+        "rollout.name=support.worker_engines.Harmful",
+        f"+rollout.engine_kwargs.folder={tmp_path}",
+    )
     assert ended.code == 1, ended.output
-    assert "error: no rollout worker is left" in ended.output
-    assert "a worker's engine has failed" in ended.output
+    assert not list(tmp_path.glob("harm_*"))
+    lost = f"a rollout worker was lost ({len(LOSSES)} of {len(LOSSES)} restarts): "
+    said = [line.partition(lost)[2] for line in ended.output.splitlines() if lost in line]
+    assert all(any(reason in line for line in said) for _, reason in LOSSES), said
+    (error,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: no rollout worker is left: ")
+    assert "ArithmeticError: a worker's engine has failed" in error
     assert "Traceback" not in ended.output
-    ended = with_workers(*settings)
-    assert ended.code == 0, ended.output
-    assert same(tmp_path / "run", whole)
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1, 2]
+    assert command(*words_of(small)).code == 0  # without workers
+    assert final_state(tmp_path / "run") == whole.state
 
 
 def listening(pids: Sequence[int]) -> set[str]:
@@ -141,7 +124,7 @@ REFUSED = {
         "0 GPUs here 0 train",
     ),
     "other packages": (
-        ("rollout.name=support.worker_engines.OtherPackages",),
+        ("rollout.name=support.worker_engines.OtherPackages", "rollout.workers=1"),
         "has other packages than the trainer: torch 0.1 there",
     ),
 }
@@ -167,36 +150,41 @@ def test_ray_that_was_imported_before(small: list[str]) -> None:
     assert "error: rollout.workers: Ray was imported before the run" in ended.output
 
 
-@fault("the trainer of rollout workers is killed or stopped", "no process of the run is left")
+def train(words: list[str], mark: str) -> int:
+    """Runs a command whose processes are told by a mark; as a terminal does, in a group."""
+    # What a fork puts into its environment, only the processes that it starts show.
+    os.setpgid(0, 0)
+    os.environ["FLOWGRPO_RC_TEST"] = mark
+    return main(words)
+
+
+@fault("the trainer of rollout workers is stopped", "no process of the run is left")
 @pytest.mark.parametrize(
     ("number", "to_all"),
-    [
-        (signal.SIGKILL, False),
-        (signal.SIGTERM, False),
-        (signal.SIGINT, True),
-        (signal.SIGHUP, True),
-        (signal.SIGUSR1, True),
-    ],
+    some(
+        [
+            (signal.SIGINT, True),
+            (signal.SIGTERM, False),
+            (signal.SIGHUP, True),
+            (signal.SIGUSR1, True),
+        ]
+    ),
 )
 def test_no_process_is_left(
-    small: list[str], tmp_path: Path, whole: Trained, number: signal.Signals, to_all: bool
+    small: list[str],
+    tmp_path: Path,
+    whole: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    to_all: bool,
 ) -> None:
     """A terminal and Slurm send a signal to all processes of a group."""
-    words = words_of(small, "rollout.workers=2")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = words_of(small, "rollout.workers=1")
     mark = f"run_of_{tmp_path.name}_{number}"
     run = tmp_path / "run"
-
-    def train() -> int:
-        # What a fork puts into its environment, only the processes that it starts show.
-        os.setpgid(0, 0)
-        os.environ["FLOWGRPO_RC_TEST"] = mark
-        os.environ["HOME"] = str(tmp_path)
-        return main(words)
-
-    with started(train, timeout=300) as process:
-        while not (run / "checkpoints" / "step_1").exists():
-            assert process.poll() is None, process.output()
-            time.sleep(0.02)
+    with started(lambda: train(words, mark), timeout=300) as process:
+        assert process.wait_until((run / "checkpoints" / "step_1").exists), process.output()
         assert marked(mark)
         assert listening(marked(mark)) == {"127.0.0.1"}
         if to_all:
@@ -204,28 +192,14 @@ def test_no_process_is_left(
         else:
             process.send(number)
         ended = process.wait()
-    assert ended.code == (-number if number == signal.SIGKILL else 75), ended.output
+    assert ended.code == 75, ended.output
     assert all_gone(mark)
     assert not (tmp_path / ".ray").exists()  # where Ray keeps a token for every cluster
     assert command(*words_of(small)).code == 0  # without workers
-    assert same(run, whole)
+    assert final_state(run) == whole.state
 
 
-@fault("a rollout worker is killed while it samples ahead", "equal results")
-def test_ahead(
-    with_workers: Callable[..., Ended],
-    small: list[str],
-    tmp_path: Path,
-    trained: Callable[[Sequence[str]], Trained],
-) -> None:
-    ended = with_workers(*harms(tmp_path, "kill", 1), "rollout.staleness=1")
-    assert ended.code == 0, ended.output
-    assert "a rollout worker was lost" in ended.output
-    assert same(tmp_path / "run", trained([*small, "rollout.staleness=1"]))
-
-
-# Ten steps for each; all of them with FAULTS_EVERY=1.
-KILLS = 20 if os.environ.get("FAULTS_EVERY") == "1" else 4
+KILLS = 20 if EVERY == 1 else 3  # one every ten steps
 SOAK = (
     f"trainer.total_training_steps={10 * KILLS}",
     "trainer.save_freq=10",
@@ -245,6 +219,7 @@ def workers(mark: str) -> list[int]:
 
 
 @fault("a random rollout worker is killed every ten steps", "equal results, memory and files flat")
+@fault("the trainer of rollout workers is killed", "no process of the run is left")
 def test_soak(
     small: list[str], tmp_path: Path, trained: Callable[[Sequence[str]], Trained]
 ) -> None:
@@ -253,23 +228,19 @@ def test_soak(
     mark = f"soak_of_{tmp_path.name}"
     draws = random.Random("soak")
     found = []
-
-    def train() -> int:
-        os.environ["FLOWGRPO_RC_TEST"] = mark
-        return main(words)
-
-    with started(train, timeout=1200) as process:
+    with started(lambda: train(words, mark), timeout=1200) as process:
         for kill in range(KILLS):
-            assert wait_for_rows(process, run, 10 * kill + 3), process.output()
+            assert process.wait_for_rows(run, 10 * kill + 3), process.output()
             time.sleep(draws.random())
             while not (pids := workers(mark)):
                 time.sleep(0.02)
             os.kill(draws.choice(pids), signal.SIGKILL)
             found.append(sizes(process.pid))
-        assert process.wait().code == 0, process.output()
+        assert process.wait_for_rows(run, 10 * KILLS - 1), process.output()
     print(f"MiB and files of the trainer at each kill: {found}")
     assert found[-1][0] - found[1][0] < 20
     assert found[-1][1] - found[1][1] < 5
-    assert all_gone(mark)
     assert read_rows(run)[-1]["workers/restarts"] == KILLS
+    assert all_gone(mark)
+    assert command(*words_of(small, *SOAK)).code == 0  # without workers
     assert final_state(run) == trained([*small, *SOAK]).state

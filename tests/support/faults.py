@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -16,11 +17,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
@@ -45,6 +46,25 @@ class Trained(NamedTuple):
     folder: Path
     state: State
     changes: int
+
+
+STOP = "trainer.max_time=0.001"  # ends a run after its first step, with exit code 75
+# Every how many of the generated faults are taken; 1 takes them all.
+EVERY = int(os.environ.get("FAULTS_EVERY", "17"))
+
+
+def mixed(*kinds: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Returns combinations in which each of some kinds comes up; all of them if `EVERY` is 1."""
+    given = [list(kind) for kind in kinds]
+    if EVERY == 1:
+        return list(itertools.product(*given))
+    in_turn = zip(*map(itertools.cycle, given), strict=False)
+    return list(itertools.islice(in_turn, max(map(len, given))))
+
+
+def some(cases: Sequence[Any], number: int = 1) -> Sequence[Any]:
+    """Returns the first cases of a kind; all of them if `EVERY` is 1."""
+    return cases if EVERY == 1 else cases[:number]
 
 
 # Events of Python's audit hooks that change files. "open" is one only for writing.
@@ -146,6 +166,18 @@ class Started:
         assert self._ended is not None
         return self._ended
 
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Waits until a condition holds; returns False if the process ends first."""
+        while not condition():
+            if self.poll() is not None:
+                return condition()
+            time.sleep(0.01)
+        return True
+
+    def wait_for_rows(self, run: Path, number: int) -> bool:
+        """Waits until metrics.jsonl has so many rows; returns False if the process ends first."""
+        return self.wait_until(lambda: num_rows(run) >= number)
+
     def poll(self) -> Ended | None:
         """Returns how it ended, or None while it runs."""
         if self._ended is None:
@@ -193,44 +225,30 @@ def _become(run: Callable[[], int], output: int) -> None:
         os._exit(code)
 
 
-def at_change(folder: Path, number: int, act: Callable[[], None]) -> Harm:
-    """Returns a harm that acts at the file system's `number`th change below a folder.
+def on_change(folder: Path, act: Callable[[int], None]) -> Harm:
+    """Returns a harm that acts at each of the file system's changes below a folder.
 
     Args:
       folder: changes elsewhere do not count.
-      number: of the change, from 0.
-      act: called before the change happens; what it raises, the change raises.
+      act: called with the number of the change, from 0, before it happens; what it raises, the
+        change raises.
     """
 
     def install() -> None:
-        seen = 0
-
-        def hook(event: str, arguments: tuple[object, ...]) -> None:
-            nonlocal seen
-            if not _changes(event, arguments, folder):
-                return
-            seen += 1
-            if seen == number + 1:
-                act()
-
-        sys.addaudithook(hook)
-
-    return install
-
-
-def count_changes(folder: Path, file: Path) -> Harm:
-    """Returns a harm that does none: it adds a byte to a file for each change below a folder."""
-
-    def install() -> None:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        numbers = itertools.count()
 
         def hook(event: str, arguments: tuple[object, ...]) -> None:
             if _changes(event, arguments, folder):
-                os.write(descriptor, b".")
+                act(next(numbers))
 
         sys.addaudithook(hook)
 
     return install
+
+
+def at_change(folder: Path, number: int, act: Callable[[], None]) -> Harm:
+    """Returns a harm that acts at one change below a folder; see `on_change`."""
+    return on_change(folder, lambda seen: act() if seen == number else None)
 
 
 def die() -> None:
@@ -264,14 +282,10 @@ def sizes(pid: int) -> tuple[float, int]:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def wait_for_rows(process: Started, run: Path, number: int) -> bool:
-    """Returns whether metrics.jsonl reaches so many rows before the process ends."""
+def num_rows(run: Path) -> int:
+    """Returns how many rows metrics.jsonl has."""
     path = run / "metrics.jsonl"
-    while not path.exists() or path.read_bytes().count(b"\n") < number:
-        if process.poll() is not None:
-            return False
-        time.sleep(0.02)
-    return True
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def has_nan(run: Path) -> list[str]:

@@ -18,47 +18,34 @@ from flowgrpo_rc.training.update import PolicyUpdate
 
 
 class Harmful(DiffusersEngine):
-    """Harms its worker in a step, as often as there are files `harm_*` in a folder.
+    """Harms its worker in each way that a file in a folder names, and takes the file away.
 
     Args:
-      folder: the folder.
-      harm: `kill`, `hang`, `raise`, `other settings` or `other weights`.
-      step: the step in which it does it; each deed takes a file away.
-      delay_s: seconds from the beginning of the chunk to the deed.
+      folder: holds files such as `harm_2_kill`: of the step, and `kill`, `hang`, `raise`,
+        `settings` or `weights`.
     """
 
-    def __init__(
-        self, *given: Any, folder: str, harm: str, step: int, delay_s: float = 0.0, **options: Any
-    ) -> None:
+    def __init__(self, *given: Any, folder: str, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._folder, self._harm, self._step, self._delay_s = Path(folder), harm, step, delay_s
+        self._folder = Path(folder)
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         for chunk in super().generate(request):
-            if request.prompts.step == self._step and self._taken():
-                time.sleep(self._delay_s)
-                chunk = self._harmed(chunk)
+            for path in sorted(self._folder.glob(f"harm_{request.prompts.step}_*"))[:1]:
+                path.unlink()
+                chunk = self._harmed(chunk, path.name.rpartition("_")[2])
             yield chunk
 
-    def _taken(self) -> bool:
-        for path in self._folder.glob("harm_*"):
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                continue  # another worker was faster
-            return True
-        return False
-
-    def _harmed(self, chunk: RolloutChunk) -> RolloutChunk:
-        match self._harm:
+    def _harmed(self, chunk: RolloutChunk, harm: str) -> RolloutChunk:
+        match harm:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(3600)
-            case "other settings":
+            case "settings":
                 spec = replace(chunk.batch.spec, guidance_scale=7.0)
                 return replace(chunk, batch=replace(chunk.batch, spec=spec))
-            case "other weights":
+            case "weights":
                 next(iter(self._replica.lora.values())).data.add_(1)
                 return chunk
         raise ArithmeticError("a worker's engine has failed")
