@@ -7,19 +7,17 @@ everywhere is marked in the page, and `test_pages.py` checks that it parses and 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shlex
 import shutil
-import subprocess
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.documented import ROOT, Block, arguments, blocks
+from support.faults import forked
+from support.launching import run_shell
 
 from flowgrpo_rc.cli import main
 
@@ -37,10 +35,6 @@ CAP = {
     "calibrate": ("--prompts=1",),
     "evaluate": ("rollout.val_kwargs.num_inference_steps=2",),
 }
-# A fork of a process with threads: they are torch's and BLAS's, which expect that.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded:DeprecationWarning"
-)
 
 
 @pytest.fixture(scope="module")
@@ -54,33 +48,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _forked(program: Callable[[], object], folder: Path) -> None:
-    """Runs it in a child process in `folder`; fails with what it printed."""
-    log = folder / "output.log"
+def _run(program: Callable[[], object], folder: Path) -> None:
+    """Runs it in a fork in `folder`; fails with what it printed."""
 
-    def child() -> None:
+    def child() -> int:
         os.chdir(folder)
-        with log.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        warnings.resetwarnings()
         warnings.simplefilter("ignore")
-        code = 1
-        try:
-            code = int(program() or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        return int(program() or 0)
 
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode == 0, log.read_text()[-3000:]
+    ended = forked(child, timeout=900)
+    assert ended.code == 0, ended.output[-3000:]
 
 
 def _run_line(line: str, folder: Path) -> Path:
@@ -89,21 +66,10 @@ def _run_line(line: str, folder: Path) -> Path:
         return folder / shlex.split(line)[1]
     given = arguments(line)
     if given is None:
-        environment = os.environ | {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        }
-        done = subprocess.run(
-            ["bash", "-ec", line],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_shell(f"set -e; {line}", folder)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     else:
-        capped = [*given, *CAP.get(given[0], ())]
-        _forked(lambda: main(capped), folder)
+        _run(lambda: main([*given, *CAP.get(given[0], ())]), folder)
     return folder
 
 
@@ -126,4 +92,4 @@ def _python_pages() -> dict[str, str]:
 @pytest.mark.parametrize(("page", "code"), _python_pages().items(), ids=list(_python_pages()))
 def test_python_runs(page: str, code: str, workplace: Path) -> None:
     """A page's blocks run one after the other, in the folder where its commands ran."""
-    _forked(lambda: exec(compile(code, page, "exec"), {"__name__": "__main__"}), workplace)
+    _run(lambda: exec(compile(code, page, "exec"), {"__name__": "__main__"}), workplace)

@@ -6,9 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import reference_pages
+import suite_table
+import worker_tables
 from metric_names import SECTIONS, SLIME
 
 import flowgrpo_rc
@@ -17,15 +20,20 @@ from flowgrpo_rc.monitoring.mismatch import _CLIPPED
 
 PACKAGE = Path(flowgrpo_rc.__file__).parent
 DOCS = Path(reference_pages.__file__).parent
+RENEW = "run `make reference`"
 REPORTING = ("mean", "max", "min", "ratio", "sum", "derive", "_ratio", "_timed")
 
 
 @pytest.mark.parametrize("page", ["configuration", "metrics"])
 def test_a_committed_page_is_what_the_code_says(page: str) -> None:
     committed = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    assert committed == getattr(reference_pages, page)(), (
-        f"docs/{page}.md is old: run `make reference`"
-    )
+    assert committed == getattr(reference_pages, page)(), f"docs/{page}.md is old: {RENEW}"
+
+
+@pytest.mark.parametrize("tables", [suite_table, worker_tables], ids=lambda one: one.__name__)
+def test_the_tables_of_a_page_are_those_of_the_results(tables: ModuleType) -> None:
+    committed = tables.PAGE.read_text(encoding="utf-8")
+    assert committed == tables.page(), f"{tables.PAGE.name} is old: {RENEW}"
 
 
 def test_every_key_is_explained() -> None:
