@@ -17,41 +17,19 @@ from flowgrpo_rc.training import update
 ONE_STEP = (*IMAGES, "trainer.total_training_steps=1", "trainer.val_before_train=false")
 
 
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Has a function called on each piece of a micro-batch."""
+def test_an_index_of_the_host_and_a_number_that_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     evaluate = FlowPolicy.evaluate
 
-    def planted(harm: Any) -> None:
-        def harmed(self: FlowPolicy, piece: Any) -> Any:
-            harm(piece)
-            return evaluate(self, piece)
+    def harmed(self: FlowPolicy, piece: Any) -> Any:
+        piece.sigmas[torch.arange(2)].sum().item()
+        return evaluate(self, piece)
 
-        monkeypatch.setattr(FlowPolicy, "evaluate", harmed)
-
-    return planted
-
-
-def test_an_index_of_the_host(plant: Any, tmp_path: Path) -> None:
-    plant(lambda piece: piece.sigmas[torch.arange(2)])
-    assert "__getitem__" in " ".join(wrong(train(tmp_path, ONE_STEP)))
-
-
-def test_a_number_is_read(plant: Any, tmp_path: Path) -> None:
-    plant(lambda piece: piece.sigmas.sum().item())
-    assert "item" in " ".join(wrong(train(tmp_path, ONE_STEP)))
-
-
-def test_numpy_of_a_tensor_of_the_device(plant: Any, tmp_path: Path) -> None:
-    plant(lambda piece: piece.sigmas.numpy())
-    with pytest.raises(TypeError, match="can't convert cuda:0"):
-        train(tmp_path, ONE_STEP)
-
-
-def test_tensors_of_both_devices(plant: Any, tmp_path: Path) -> None:
-    plant(lambda piece: piece.sigmas + torch.zeros_like(piece.sigmas, device="cpu"))
-    with pytest.raises(RuntimeError, match="on the same device, but found cuda:0 and cpu"):
-        train(tmp_path, ONE_STEP)
+    monkeypatch.setattr(FlowPolicy, "evaluate", harmed)
+    found = " ".join(wrong(train(tmp_path, ONE_STEP)))
+    assert "call='__getitem__ by an index of the host'" in found
+    assert "call='item'" in found
 
 
 def test_a_tensor_of_the_host_in_a_collective(
