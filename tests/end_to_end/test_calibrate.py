@@ -392,7 +392,7 @@ def test_other_kernels_without_the_quantization_are_nearer_to_plain_weights(wide
     found = wide.diagnose("PlainWeightsOfOtherKernels", "bf16", "fp8")
     assert (found.cause, found.explanation) == ("quantization", None), found
     assert "fp8 not applied: computed in bf16: so the engine differs by" in found.sentence()
-    assert wide.diagnose("QuantizedOfOtherKernels", "bf16", "fp8").cause is None
+    assert wide.diagnose("OneByOne", "bf16", "fp8").cause is None
 
 
 def test_an_engine_that_shows_nothing_is_not_judged_by_it(bench: Bench) -> None:

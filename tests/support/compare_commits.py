@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-RENAMED: dict[str, str] = {}  # metrics that have another name now: old name -> new name
 # Lines of a text that only one commit has: new and removed settings at values without effect.
 ADDED = ("    options: {}", "  reuse: 0")
 # The package's own version, in reports and environment.json.
@@ -200,7 +199,7 @@ def differences(before: Path, after: Path) -> Iterator[str]:
     yield from (f"{path}: only before" for path in sorted(olds - news))
     yield from (f"{path}: only after" for path in sorted(news - olds))
     for path in sorted(olds & news):
-        old, new = read(before / path, roots[0], RENAMED), read(after / path, roots[1], {})
+        old, new = read(before / path, roots[0]), read(after / path, roots[1])
         found = [(key, difference(old.get(key), new.get(key))) for key in old | new]
         words = [f"{path}, {key}: {text}" for key, text in found if text is not None]
         yield from words[:MOST_SHOWN]
@@ -214,7 +213,7 @@ def files_of(folder: Path) -> set[str]:
     return files - {FINISHED, LOG}
 
 
-def read(path: Path, checkout: str, renamed: Mapping[str, str]) -> dict[str, Any]:
+def read(path: Path, checkout: str) -> dict[str, Any]:
     """Returns what is compared of a file, by name: JSON texts, lines, tensors."""
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
@@ -227,10 +226,10 @@ def read(path: Path, checkout: str, renamed: Mapping[str, str]) -> dict[str, Any
     content = VERSION.sub(r"\1VERSION", content)
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in content.split("\n") if line]
-        cells = [(i, name, value) for i, row in enumerate(rows, 1) for name, value in row.items()]
         return {
-            f"row {i}, {renamed.get(name, name)}": json.dumps(value)
-            for i, name, value in cells
+            f"row {i}, {name}": json.dumps(value)
+            for i, row in enumerate(rows, 1)
+            for name, value in row.items()
             if not name.startswith(UNSTABLE_METRICS)
         }
     if path.name == "report.html":

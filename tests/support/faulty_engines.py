@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -182,32 +183,28 @@ class Bf16Input(DiffusersEngine):
         self._policy = flow.FlowPolicy(rounding, self.transformer)
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        original = flow.step_transition
-        flow.step_transition = lambda x, *rest, **options: original(
-            x.bfloat16().float(), *rest, **options
-        )
-        try:
+        transition = flow.step_transition
+
+        def rounding(x: Tensor, *rest: Any, **options: Any) -> Any:
+            return transition(x.bfloat16().float(), *rest, **options)
+
+        with mock.patch.object(flow, "step_transition", rounding):
             yield from super().generate(request)
-        finally:
-            flow.step_transition = original
 
 
 class Bf16Steps(DiffusersEngine):
     """Rounds latents after every step, and after its log-prob."""
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        original = flow.log_prob
+        log_prob = flow.log_prob
 
         def rounding(step: Any, following: Tensor, **options: Any) -> Tensor:
-            value = original(step, following, **options)
+            value = log_prob(step, following, **options)
             following.copy_(following.bfloat16().float())
             return value
 
-        flow.log_prob = rounding
-        try:
+        with mock.patch.object(flow, "log_prob", rounding):
             yield from super().generate(request)
-        finally:
-            flow.log_prob = original
 
 
 class NoLora(DiffusersEngine):
@@ -269,12 +266,28 @@ class StaleWeights(DiffusersEngine):
         self._replica.version = version
 
 
-class Bf16Weights(DiffusersEngine):
-    """Computes in bf16 and says fp32."""
+class OwnOptions(DiffusersEngine):
+    """Has options of its own, whatever it is given, and says another precision than it has."""
+
+    own: Mapping[str, Any]
+    said: str | None = None
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
-        super().__init__(model, network, **options | {"dtype": "bf16"})
-        self._replica.precision = "fp32"
+        super().__init__(model, network, **options | self.own)
+        self._replica.precision = self.said or self._replica.precision
+
+
+class OneByOne(OwnOptions):
+    """Samples one image in a forward, so sums have another order, which is no fault."""
+
+    own: Mapping[str, Any] = {"chunk_size": 1}
+
+
+class Bf16Weights(OwnOptions):
+    """Computes in bf16 and says fp32."""
+
+    own: Mapping[str, Any] = {"dtype": "bf16"}
+    said = "fp32"
 
 
 class Autocast(DiffusersEngine):
@@ -285,23 +298,15 @@ class Autocast(DiffusersEngine):
             yield from super().generate(request)
 
 
-class OtherKernels(Autocast):
+class OtherKernels(Autocast, OwnOptions):
     """Behaves like a bf16 engine with kernels of its own."""
 
-    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
-        super().__init__(model, network, **options | {"dtype": "fp32", "chunk_size": 1})
-        self._replica.precision = "bf16"
+    own: Mapping[str, Any] = {"dtype": "fp32", "chunk_size": 1}
+    said = "bf16"
 
 
 class ShiftOfOtherKernels(OtherKernels, Shift):
     """Has another schedule and other kernels."""
-
-
-class OneByOne(DiffusersEngine):
-    """Samples one image in a forward, so sums have another order."""
-
-    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
-        super().__init__(model, network, **options | {"chunk_size": 1})
 
 
 # --- Noise
@@ -312,18 +317,14 @@ class OtherNoise(DiffusersEngine):
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         self.request = request
-        original = diffusers_engine.normal
 
         def drawn(shape: Sequence[int], seeds: Sequence[int], *purpose: Any) -> Tensor:
             if purpose[0] == "latents":
-                return original(shape, seeds, *purpose)
+                return normal(shape, seeds, *purpose)
             return self.noise(shape, seeds, purpose[1])
 
-        diffusers_engine.normal = drawn
-        try:
+        with mock.patch.object(diffusers_engine, "normal", drawn):
             yield from super().generate(request)
-        finally:
-            diffusers_engine.normal = original
 
     def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
         raise NotImplementedError
@@ -458,23 +459,12 @@ class HiddenPlainWeights(PlainWeights):
         return None
 
 
-class PlainWeightsOfOtherKernels(HiddenPlainWeights):
+class PlainWeightsOfOtherKernels(Autocast, HiddenPlainWeights):
     """Products are those of bf16 autocast, one sample at a time."""
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options | {"dtype": "fp32", "chunk_size": 1})
         self._replica.precision = precision(options["dtype"], options["quantization"])
-
-    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        with torch.autocast("cpu", torch.bfloat16):
-            yield from super().generate(request)
-
-
-class QuantizedOfOtherKernels(DiffusersEngine):
-    """Has no fault, and computes one sample at a time."""
-
-    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
-        super().__init__(model, network, **options | {"chunk_size": 1})
 
 
 class CoarseTextWeights(TransformersEngine):
