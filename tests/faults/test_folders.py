@@ -121,8 +121,7 @@ def test_a_damaged_run(finished: Path, case: str) -> None:
 def test_what_a_report_leaves_out(finished: Path) -> None:
     setting("trainer", "", ["a list"])(finished / "config.yaml")
     shutil.copy(finished / LAST, finished / "samples" / "step_<x>.png")
-    ended = command("report", str(finished))
-    assert ended.code == 0, ended.output
+    command("report", str(finished)).expect(0)
 
 
 CHECKPOINT = "checkpoints/step_3/manifest.json"
@@ -136,9 +135,7 @@ def test_damaged_inputs_and_manifests(finished: Path, small: list[str], content:
     (finished / CHECKPOINT).write_text(content)
     out = str(finished.parent / "lora")
     told(command("export", str(finished), "--out", out), "step_3", "manifest.json")
-    ended = command(*words_of(small))
-    assert ended.code == 0, ended.output
-    assert "damaged checkpoint was passed over" in ended.output
+    command(*words_of(small)).expect(0, "damaged checkpoint was passed over")
     if content != "{}":
         (finished / "inputs.json").write_text(content)
         told(command(*words_of(small)), str(finished / "inputs.json"))
@@ -182,8 +179,7 @@ def test_a_damaged_model(checkpoint: Path, small: list[str], tmp_path: Path, cas
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
     change(model / name)
-    ended = command(*words_of(small, f"model.path={model}"), harm=bounded)
-    assert ended.code == 2
+    ended = command(*words_of(small, f"model.path={model}"), harm=bounded).expect(2)
     told(ended, f"model.path={model}", words)
 
 
@@ -212,6 +208,5 @@ def test_a_damaged_lora(finished: Path, small: list[str], tmp_path: Path, case: 
     file = finished / "lora" / "pytorch_lora_weights.safetensors"
     change(file)
     given = [f"model.lora_path={file}", f"trainer.output_dir={tmp_path / 'next'}"]
-    ended = command(*words_of(small, *given))
-    assert ended.code == 2
+    ended = command(*words_of(small, *given)).expect(2)
     told(ended, f"model.lora_path={file}", words)

@@ -36,8 +36,7 @@ def test_a_kill_at_any_change(
     words = words_of(small)
     ended = command(*words, harm=at_change(tmp_path / "run", number, die))
     assert ended.code == (-9 if number < whole.changes else 0), ended.output
-    ended = command(*words)
-    assert ended.code == 0, ended.output
+    command(*words).expect(0)
     assert final_state(tmp_path / "run") == whole.state
 
 
@@ -55,8 +54,7 @@ def test_a_refusal_at_any_change(
         assert "Traceback" not in ended.output
         if ended.code:
             assert "No space left on device" in ended.output
-    ended = command(*words)
-    assert ended.code == 0, ended.output
+    command(*words).expect(0)
     assert final_state(tmp_path / "run") == whole.state
 
 
@@ -67,7 +65,7 @@ def test_a_kill_before_the_export(begun: Path, small: list[str], whole: Trained)
     def harm() -> None:
         train.leave_results = lambda *given: die()
 
-    assert command(*words, harm=harm).code == -9
-    assert command(*words).code == 0
+    command(*words, harm=harm).expect(-9)
+    command(*words).expect(0)
     name = Path("lora") / "pytorch_lora_weights.safetensors"
     assert (begun / name).read_bytes() == (whole.folder / name).read_bytes()

@@ -73,9 +73,8 @@ def test_phases(
 ) -> None:
     settings = [*small, *MODES[mode]]
     words = words_of(settings)
-    assert command(*words, harm=dies_in(phase, 2)).code == -signal.SIGKILL
-    ended = command(*words)
-    assert ended.code == 0, ended.output
+    command(*words, harm=dies_in(phase, 2)).expect(-signal.SIGKILL)
+    command(*words).expect(0)
     assert final_state(tmp_path / "run") == trained(settings).state
 
 
@@ -98,9 +97,8 @@ def test_phases_of_text(
     tmp_path: Path, trained: Callable[[Sequence[str]], Trained], phase: str
 ) -> None:
     words = words_of(TEXT, f"trainer.output_dir={tmp_path / 'run'}")
-    assert command(*words, harm=dies_in(phase, 2), timeout=300).code == -signal.SIGKILL
-    ended = command(*words, timeout=300)
-    assert ended.code == 0, ended.output
+    command(*words, harm=dies_in(phase, 2), timeout=300).expect(-signal.SIGKILL)
+    command(*words, timeout=300).expect(0)
     assert final_state(tmp_path / "run") == trained(TEXT).state
 
 
@@ -115,10 +113,8 @@ def test_two_runs_in_one_folder(small: list[str], tmp_path: Path, whole: Trained
     words = words_of(small)
     with started(lambda: main(words)) as first:
         assert first.wait_until((tmp_path / "run" / "metrics.jsonl").exists), first.output()
-        second = command(*words)
-        assert second.code == 2, second.output
-        assert "is in use by a run" in second.output
-        assert first.wait().code == 0
+        command(*words).expect(2, "is in use by a run")
+        first.wait().expect(0)
     assert final_state(tmp_path / "run") == whole.state
 
 
@@ -143,7 +139,7 @@ def test_soak(small: list[str], tmp_path: Path) -> None:
         early = sizes(process.pid)
         assert process.wait_for_rows(whole, STEPS - 5)
         late = sizes(process.pid)
-        assert process.wait().code == 0
+        process.wait().expect(0)
     print(f"MiB and files after {STEPS // 4} and {STEPS - 5} steps: {early}, {late}")
     assert late[0] - early[0] < 20
     assert late[1] - early[1] < 5  # a file may be open as we look
@@ -160,7 +156,7 @@ def test_soak(small: list[str], tmp_path: Path) -> None:
             process.kill()
             kills += 1
             rows = num_rows(killed)
-    assert process.wait().code == 0, process.output()
+    process.wait().expect(0)
     print(f"{kills} kills")
     assert kills >= STEPS // 20
     assert final_state(killed) == final_state(whole)

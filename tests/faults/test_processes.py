@@ -42,7 +42,7 @@ def test_a_process_is_killed(small: list[str], tmp_path: Path, whole: Trained, n
     assert process.returncode == 1, said
     assert "was ended by SIGKILL" in said
     assert "Traceback" not in said
-    assert command(*words_of(small)).code == 0  # a single process
+    command(*words_of(small)).expect(0)  # a single process
     assert [row["step"] for row in read_rows(run)] == [0, 1, 2, 3]
     assert difference(run, whole.folder) < 0.05  # Adam makes much of the smallest gradients
 

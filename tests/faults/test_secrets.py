@@ -94,24 +94,19 @@ def leaks(folder: Path) -> list[str]:
 )
 def test_secrets_are_in_no_file(told: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ended = run(told)
-    assert ended.code == 0, ended.output
+    ended = run(told).expect(0, "sent api_key=***")
     assert leaks(folder) == []
     assert CANARY not in ended.output
-    assert "sent api_key=***" in ended.output
     options = yaml.safe_load((folder / "config.yaml").read_text())["reward"]["terms"]["odd"]
     assert options.keys() >= {name for name in PLACES if name in ("headers", "nested", "azure")}
     assert options["azure"] == "https://h/a?***"
     assert list(folder.rglob("*.wandb"))
     assert list(folder.rglob("events.out.tfevents.*"))
-    ended = run(["export", str(folder), "--out", str(folder / "export")])
-    assert ended.code == 0, ended.output
-    assert run(["report", str(folder)]).code == 0
+    run(["export", str(folder), "--out", str(folder / "export")]).expect(0)
+    run(["report", str(folder)]).expect(0)
     assert leaks(folder) == []
     # The same command is the same run.
-    ended = run(words_of(told[1:], "trainer.total_training_steps=4"))
-    assert ended.code == 0, ended.output
-    assert "step 4/4" in ended.output
+    run(words_of(told[1:], "trainer.total_training_steps=4")).expect(0, "step 4/4")
     assert leaks(folder) == []
 
 
@@ -119,12 +114,11 @@ def test_secrets_are_in_no_file(told: list[str], tmp_path: Path) -> None:
 def test_an_evaluation_asks_for_the_secrets(told: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [word for word in told if not word.startswith("trainer.logger=")]
-    assert run(words).code == 0
-    ended = run(["eval", str(folder), "--trust"])
-    assert ended.code == 2
-    assert f"{ODD}.key" in ended.output
-    ended = run(["eval", str(folder), "--trust", *(word for word in words if word.startswith(ODD))])
-    assert ended.code == 0, ended.output
+    run(words).expect(0)
+    run(["eval", str(folder), "--trust"]).expect(2, f"{ODD}.key")
+    run(["eval", str(folder), "--trust", *(word for word in words if word.startswith(ODD))]).expect(
+        0
+    )
 
 
 @fault(
@@ -138,8 +132,7 @@ def test_harmless_settings_stay(
     monkeypatch.setenv("JUPYTER_PASSWORD", "workspace")
     term = "reward.terms.password"
     options = (f"{term}._target_=odd_reward.Odd", f"{term}.weight=2.0", f"{term}.note=workspace")
-    ended = run(words_of(small, *options, f"{term}.key={CANARY}"))
-    assert ended.code == 0, ended.output
+    run(words_of(small, *options, f"{term}.key={CANARY}")).expect(0)
     assert leaks(tmp_path / "run") == []
     stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     found = stored["reward"]["terms"]["password"]

@@ -49,14 +49,11 @@ def interrupted(small: list[str], tmp_path: Path, whole: Trained) -> Callable[[H
     """Runs `small` with a harm that stops it; the same command then ends like a whole run."""
 
     def run(harm: Harm) -> None:
-        ended = command(*words_of(small), harm=harm)
-        assert ended.code == 75, ended.output
-        assert "stopped early (SIG" in ended.output
+        command(*words_of(small), harm=harm).expect(75, "stopped early (SIG")
         newest = read_rows(tmp_path / "run")[-1]["step"]
         assert newest < 3
         assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step_{newest}"
-        ended = command(*words_of(small))
-        assert ended.code == 0, ended.output
+        command(*words_of(small)).expect(0)
         assert final_state(tmp_path / "run") == whole.state
 
     return run
@@ -83,8 +80,7 @@ def test_nohup(small: list[str], tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         at_change(tmp_path / "run", 20, partial(send, signal.SIGHUP))()
 
-    ended = command(*words_of(small), harm=harm)
-    assert ended.code == 0, ended.output
+    command(*words_of(small), harm=harm).expect(0)
     assert read_rows(tmp_path / "run")[-1]["step"] == 3
 
 

@@ -95,6 +95,19 @@ class Ended:
     output: str
     seconds: float
 
+    def expect(self, code: int, *words: str) -> Ended:
+        """Fails unless it ended with this code and these words, and without a traceback."""
+        assert self.code == code, self.output
+        assert "Traceback" not in self.output, self.output
+        for text in words:
+            assert text in self.output, self.output
+        return self
+
+    def error(self) -> str:
+        """Returns the one line that begins with `error: `."""
+        (line,) = [line for line in self.output.splitlines() if line.startswith("error: ")]
+        return line
+
 
 def command(*words: str, harm: Harm | None = None, timeout: float = 120) -> Ended:
     """Runs a command line of flowgrpo-rc in a fork.
