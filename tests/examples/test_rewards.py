@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
+import convert_reward
 import numpy as np
 import pytest
 import torch
-from support.tiny_rewards import (
-    blip,
-    save_clip,
-    save_image_reward,
-)
+from support.tiny_rewards import blip, save_clip, save_image_reward
 from support.tiny_vlm import INSTRUCTIONS, VOCABULARY, save_vlm, save_vlm_reward
 from torch import nn
 from transformers import (
@@ -35,19 +30,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_clip(tmp_path_factory.mktemp("clip"))
 
 
-@pytest.fixture(scope="module")
-def converter() -> ModuleType:
-    return load_example("convert_reward")
-
-
-def load_example(name: str) -> ModuleType:
-    spec = spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_open_clip_weights_in_transformers(converter):
+def test_open_clip_weights_in_transformers():
     """A tower of open_clip, written here with torch's own attention, against that of
     transformers.
     """
@@ -99,13 +82,13 @@ def test_open_clip_weights_in_transformers(converter):
     )
     model = CLIPVisionModelWithProjection(config)
     state["text_projection"] = torch.randn(width, 6)
-    converted = converter.open_clip_to_transformers(state)
+    converted = convert_reward.open_clip_to_transformers(state)
     assert converted.pop("text_projection.weight").shape == (6, width)
     model.load_state_dict(converted)
     torch.testing.assert_close(model(pictures).image_embeds, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_open_clip_text_weights_have_the_names_of_transformers(converter, clip):
+def test_open_clip_text_weights_have_the_names_of_transformers(clip: Path):
     wanted = {
         name for name in CLIPModel.from_pretrained(clip).state_dict() if name.startswith("text_")
     }
@@ -127,10 +110,13 @@ def test_open_clip_text_weights_have_the_names_of_transformers(converter, clip):
             f"transformer.resblocks.{layer}.attn.in_proj_{kind}" for kind in ("weight", "bias")
         ]
     state = {name: torch.zeros(3, 3) for name in [*names, "visual.proj", "attn_mask"]}
-    assert set(converter.open_clip_to_transformers(state)) - {"visual_projection.weight"} == wanted
+    assert (
+        set(convert_reward.open_clip_to_transformers(state)) - {"visual_projection.weight"}
+        == wanted
+    )
 
 
-def test_image_reward_weights_have_the_names_of_transformers(converter, tmp_path):
+def test_image_reward_weights_have_the_names_of_transformers():
     """The names are those of the published file, for one layer of each encoder."""
     own = {
         "cls_token": "embeddings.class_embedding",
@@ -150,7 +136,7 @@ def test_image_reward_weights_have_the_names_of_transformers(converter, tmp_path
         "blip.text_encoder.embeddings.position_ids": torch.zeros(1),
     }
     state |= {"mlp.layers.0.weight": torch.zeros(1), "blip.itm_head.weight": torch.zeros(1)}
-    converted = set(converter.blip_to_transformers(state))
+    converted = set(convert_reward.blip_to_transformers(state))
     assert converted == {f"vision_model.{name}" for name in own.values()} | {
         f"text_encoder.{text}",
         "layers.0.weight",
@@ -160,11 +146,11 @@ def test_image_reward_weights_have_the_names_of_transformers(converter, tmp_path
     )
 
 
-def test_image_reward_gets_the_sizes_of_its_towers(converter, tmp_path):
+def test_image_reward_gets_the_sizes_of_its_towers(tmp_path: Path):
     """The sizes are those of a BERT base and of a ViT-L/16, not the defaults of BlipConfig."""
     torch.save({"mlp.layers.0.weight": torch.zeros(1)}, tmp_path / "published.pt")
     save_image_reward(tmp_path)
-    converter.convert_image_reward(tmp_path / "published.pt", tmp_path / "out", str(tmp_path))
+    convert_reward.convert_image_reward(tmp_path / "published.pt", tmp_path / "out", str(tmp_path))
     config = BlipConfig.from_pretrained(tmp_path / "out")
     of_both = (
         "hidden_size",
@@ -179,8 +165,7 @@ def test_image_reward_gets_the_sizes_of_its_towers(converter, tmp_path):
     assert [getattr(config.vision_config, name) for name in of_both] == [1024, 4096, 24, 16, 1e-6]
 
 
-def test_the_example_of_a_user_s_reward(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+def test_the_example_of_a_user_s_reward():
     picture = np.zeros((1, 4, 4, 3), np.uint8)
     picture[..., 0] = 255
     terms = {
@@ -197,7 +182,7 @@ def test_the_example_of_a_user_s_reward(monkeypatch):
     }
 
 
-def test_hpsv3_with_the_names_and_the_vocabulary_of_the_published_file(converter, tmp_path: Path):
+def test_hpsv3_with_the_names_and_the_vocabulary_of_the_published_file(tmp_path: Path):
     """The base has room for more words than it uses."""
     base = save_vlm(tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
@@ -210,7 +195,7 @@ def test_hpsv3_with_the_names_and_the_vocabulary_of_the_published_file(converter
         f"raise SystemExit\nINSTRUCTION = {told[:9]!r}\nprompt_with_special_token = {told[9:]!r}\n"
     )
     out = tmp_path / "out"
-    converter.convert_vlm("hpsv3", published / "model.safetensors", out, str(base), [code])
+    convert_reward.convert_vlm("hpsv3", published / "model.safetensors", out, str(base), [code])
     image = np.random.default_rng(0).integers(0, 256, (1, 20, 30, 3), dtype=np.uint8)
     prompt = [Prompt(text="a red dog", index=0)]
     asked = json.loads((out / "reward.json").read_text())
@@ -223,4 +208,4 @@ def test_hpsv3_with_the_names_and_the_vocabulary_of_the_published_file(converter
     )
     code.write_text("INSTRUCTION = 1")
     with pytest.raises(SystemExit, match="there is no text INSTRUCTION"):
-        converter.convert_vlm("hpsv3", published / "model.safetensors", out, str(base), [code])
+        convert_reward.convert_vlm("hpsv3", published / "model.safetensors", out, str(base), [code])

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.faults import Harm, command, fault, has_nan, words_of
+from support.faults import Harm, command, fault, has_nan, nth_call, recorded, words_of
 
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import EngineLost
 from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
-
-
-def other_settings(engine: Any, chunks: Iterator[Any]) -> Iterator[Any]:
-    for chunk in chunks:
-        spec = replace(chunk.batch.spec, guidance_scale=chunk.batch.spec.guidance_scale + 1)
-        yield replace(chunk, batch=chunk.batch.replace(spec=spec))
-
-
-def older_version(engine: Any, chunks: Iterator[Any]) -> Iterator[Any]:
-    for chunk in chunks:
-        version = chunk.batch.policy_version - 1
-        yield replace(chunk, batch=chunk.batch.replace(policy_version=version))
-
-
-def generating(change: Any) -> Harm:
-    def install() -> None:
-        original = DiffusersEngine.generate
-        DiffusersEngine.generate = lambda self, request: change(self, original(self, request))
-
-    return install
 
 
 def stale() -> None:
@@ -48,9 +28,19 @@ def stale() -> None:
     DiffusersEngine.sync_weights = sync_weights
 
 
+def generating(change: Callable[[Any], dict[str, Any]]) -> Harm:
+    return nth_call(DiffusersEngine, "generate", -1, recorded(change))
+
+
 CASES = {
-    "other settings": (generating(other_settings), "sampled with other settings: guidance_scale"),
-    "older weights": (generating(older_version), "with the weights of step"),
+    "other settings": (
+        generating(lambda batch: {"spec": replace(batch.spec, guidance_scale=9.0)}),
+        "sampled with other settings: guidance_scale",
+    ),
+    "older weights": (
+        generating(lambda batch: {"policy_version": batch.policy_version - 1}),
+        "with the weights of step",
+    ),
     "a stale LoRA": (stale, "does not hold the trainer's LoRA of step"),
 }
 

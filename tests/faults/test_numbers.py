@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ import torch
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 from support.faults import (
-    Harm,
     Trained,
     command,
     fault,
     final_state,
     has_nan,
     mixed,
+    nth_call,
+    recorded,
     replace_file,
     words_of,
 )
@@ -30,24 +30,6 @@ from support.runs import read_rows
 from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.training.update import PolicyUpdate
-
-
-def nth_call(owner: type, name: str, number: int, change: Callable[..., Any]) -> Harm:
-    """Returns a harm that changes what the `number`th call of a method leaves; -1: every call."""
-
-    def install() -> None:
-        original = getattr(owner, name)
-        calls = 0
-
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            found = original(self, *args, **kwargs)
-            return change(self, found) if number in (calls, -1) else found
-
-        setattr(owner, name, called)
-
-    return install
 
 
 def spoil_moment(optimizer: torch.optim.AdamW, found: Any) -> Any:
@@ -78,13 +60,12 @@ def infinite_loss(algorithm: PolicyGradient, found: Any) -> Any:
 def log_probs_of(value: float, count: int) -> Callable[[Any, Any], Iterator[Any]]:
     """Returns a change of `generate`: the first samples of a chunk get other log-probs."""
 
-    def change(engine: Any, chunks: Any) -> Iterator[Any]:
-        for chunk in chunks:
-            log_probs = chunk.batch.rollout_log_probs.clone()
-            log_probs[:count] = value
-            yield replace(chunk, batch=chunk.batch.replace(rollout_log_probs=log_probs))
+    def change(batch: Any) -> dict[str, Any]:
+        log_probs = batch.rollout_log_probs.clone()
+        log_probs[:count] = value
+        return {"rollout_log_probs": log_probs}
 
-    return change
+    return recorded(change)
 
 
 STATE = {

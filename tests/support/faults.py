@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Trained(NamedTuple):
 
 STOP = "trainer.max_time=0.001"  # ends a run after its first step, with exit code 75
 # Every how many of the generated faults are taken; 1 takes them all.
-EVERY = int(os.environ.get("FAULTS_EVERY", "17"))
+EVERY = int(os.environ.get("FAULTS_EVERY", "21"))
 
 
 def mixed(*kinds: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -280,6 +280,34 @@ def _changes(event: str, arguments: tuple[object, ...], folder: Path) -> bool:
     else:
         return False
     return isinstance(path, str | os.PathLike) and str(path).startswith(str(folder))
+
+
+def nth_call(owner: type, name: str, number: int, change: Callable[..., Any]) -> Harm:
+    """Returns a harm that changes what the `number`th call of a method leaves; -1: every call."""
+
+    def install() -> None:
+        original = getattr(owner, name)
+        calls = 0
+
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            found = original(self, *args, **kwargs)
+            return change(self, found) if number in (calls, -1) else found
+
+        setattr(owner, name, called)
+
+    return install
+
+
+def recorded(change: Callable[[Any], dict[str, Any]]) -> Callable[[Any, Any], Iterator[Any]]:
+    """Returns a change of an engine's `generate`: batches have other fields."""
+
+    def changed(engine: Any, chunks: Iterator[Any]) -> Iterator[Any]:
+        for chunk in chunks:
+            yield replace(chunk, batch=chunk.batch.replace(**change(chunk.batch)))
+
+    return changed
 
 
 def final_state(run: Path) -> State:
