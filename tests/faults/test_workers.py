@@ -71,14 +71,16 @@ def test_lost_workers(
 ) -> None:
     for harm in (*(f"2_{loss}" for loss, _ in LOSSES), "3_raise"):
         (tmp_path / f"harm_{harm}").touch()
-    ended = with_workers(
-        "rollout.workers=1",
-        "rollout.worker_timeout_s=30",
-        f"rollout.max_restarts={len(LOSSES)}",
+    engine = (
         "rollout.name=support.worker_engines.Harmful",
         f"+rollout.engine_kwargs.folder={tmp_path}",
     )
-    ended.expect(1)
+    ended = with_workers(
+        *engine,
+        "rollout.workers=1",
+        "rollout.worker_timeout_s=30",
+        f"rollout.max_restarts={len(LOSSES)}",
+    ).expect(1)
     assert not list(tmp_path.glob("harm_*"))
     lost = f"a rollout worker was lost ({len(LOSSES)} of {len(LOSSES)} restarts): "
     said = [line.partition(lost)[2] for line in ended.output.splitlines() if lost in line]
@@ -86,7 +88,7 @@ def test_lost_workers(
     assert ended.error().startswith("error: no rollout worker is left: ")
     assert "ArithmeticError: a worker's engine has failed" in ended.error()
     assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1, 2]
-    command(*words_of(small)).expect(0)  # without workers
+    command(*words_of(small, *engine)).expect(0)  # without workers
     assert final_state(tmp_path / "run") == whole.state
 
 
