@@ -82,7 +82,8 @@ def faulty(small: list[str], tmp_path: Path):
 @fault("a reward fails for all samples", "exit code 1; one line names the reward and its error")
 @pytest.mark.parametrize("how", SAID)
 def test_a_reward_that_always_fails(faulty, how: str) -> None:
-    ended = command(*faulty(how)).expect(1)
+    ended = command(*faulty(how))
+    assert ended.code == 1, ended.output
     assert ended.error().startswith("error: reward 'mine' failed for 2 of 2 samples")
     assert SAID[how] in ended.error()
     assert ended.seconds < 30
@@ -94,7 +95,9 @@ def test_a_reward_that_always_fails(faulty, how: str) -> None:
 )
 def test_a_reward_that_hangs_for_a_while(faulty, tmp_path: Path) -> None:
     words = faulty("hangs until a step is over", "reward.max_failed_fraction=1")
-    ended = command(*words).expect(0, "time.sleep(0.01)")  # where it hangs
+    ended = command(*words)
+    assert ended.code == 0, ended.output
+    assert "time.sleep(0.01)" in ended.output  # where it hangs
     rows = read_rows(tmp_path / "run")
     assert [row.get("reward/failed_fraction") for row in rows] == [None, 1, 0, 0]
     assert [row.get("val/failed_fraction") for row in rows] == [1, None, None, 0]
@@ -103,7 +106,9 @@ def test_a_reward_that_hangs_for_a_while(faulty, tmp_path: Path) -> None:
 
 @fault("a reward is slower than its limit", "exit code 1; the run goes on with a larger limit")
 def test_a_reward_that_is_slow(faulty, tmp_path: Path) -> None:
-    command(*faulty("is slow in step 2")).expect(1)
+    ended = command(*faulty("is slow in step 2"))
+    assert ended.code == 1, ended.output
     assert read_rows(tmp_path / "run")[-1]["step"] == 1
-    command(*faulty("is slow in step 2", "reward.timeout_s=30")).expect(0)
+    ended = command(*faulty("is slow in step 2", "reward.timeout_s=30"))
+    assert ended.code == 0, ended.output
     assert read_rows(tmp_path / "run")[-1]["step"] == 3
