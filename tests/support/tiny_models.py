@@ -66,17 +66,40 @@ from flowgrpo_rc.batch import SamplerSpec
 
 _WIDTH = 32  # of transformers: two heads of 16
 _LATENT_CHANNELS = 4  # of video VAEs
+_TRANSFORMER = {"attention_head_dim": _WIDTH // 2, "num_attention_heads": 2}
+_ENCODER = {
+    "hidden_size": _WIDTH,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+_FEW_TOKENS = {"base_image_seq_len": 8, "max_image_seq_len": 64}
+_VIDEO_VAE = {
+    "base_dim": 8,
+    "z_dim": _LATENT_CHANNELS,
+    "dim_mult": [1, 1, 1, 1],
+    "num_res_blocks": 1,
+    "latents_mean": [-0.5, 0.0, 0.5, 1.0],
+    "latents_std": [2.0, 1.5, 1.0, 2.5],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
-    """build: the stock pipeline, untrained; unguided, guided: the model's own guidance, as
-    `rollout.pipeline` and the stock pipeline call it; num_frames: of a video; steps_are_eulers: the
-    checkpoint's own scheduler computes its steps as ours does, and not in another order;
-    image_sizes: width and height of the condition images of the first prompt, then of the second,
-    which the model gets at condition_pixels;
-    stock_latents: what the stock pipeline calls its latents, made from ours; packages: those that
-    the pipeline needs besides."""
+    """Says how to make a checkpoint, and how to call it.
+
+    Attributes:
+      build: makes the stock pipeline, untrained.
+      unguided, guided: the model's own guidance, as `rollout.pipeline` and the stock pipeline call
+        it.
+      num_frames: of a video.
+      steps_are_eulers: the checkpoint's own scheduler computes its steps as ours does, and not in
+        another order.
+      image_sizes: width and height of the condition images of the first prompt, then of the second,
+        which the model gets at `condition_pixels`.
+      stock_latents: makes what the stock pipeline calls its latents from ours.
+      packages: those that the pipeline needs besides.
+    """
 
     build: Callable[[], DiffusionPipeline]
     unguided: Mapping[str, float]
@@ -138,6 +161,10 @@ def stable_diffusion_3(
     return pipeline
 
 
+def euler(*, shift: float = 3.0, **options: Any) -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(shift=shift, **options)
+
+
 def flux(*, guidance_embeds: bool) -> FluxPipeline:
     clip = tiny_sd3.clip_tokenizer()
     t5 = tiny_sd3.t5_tokenizer()
@@ -150,19 +177,13 @@ def flux(*, guidance_embeds: bool) -> FluxPipeline:
             in_channels=4 * tiny_sd3.LATENT_CHANNELS,
             num_layers=1,
             num_single_layers=1,
-            attention_head_dim=_WIDTH // 2,
-            num_attention_heads=2,
             joint_attention_dim=tokens.config.d_model,
             pooled_projection_dim=pooled.hidden_size,
             guidance_embeds=guidance_embeds,
             axes_dims_rope=(4, 6, 6),
+            **_TRANSFORMER,
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            shift=3.0,
-            use_dynamic_shifting=guidance_embeds,
-            base_image_seq_len=8,
-            max_image_seq_len=64,
-        ),
+        scheduler=euler(use_dynamic_shifting=guidance_embeds, **_FEW_TOKENS),
         vae=vae,
         text_encoder=CLIPTextModel(pooled),
         tokenizer=clip,
@@ -184,12 +205,6 @@ def qwen_tokenizer(template: str, extra: tuple[str, ...] = ()) -> Qwen2Tokenizer
 
 def qwen_encoder(tokenizer: Qwen2Tokenizer, **marks: int) -> Qwen2_5_VLForConditionalGeneration:
     """marks: the ids of the tokens that stand for images."""
-    text = {
-        "hidden_size": _WIDTH,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
     vision = {
         "depth": 1,
@@ -201,9 +216,9 @@ def qwen_encoder(tokenizer: Qwen2Tokenizer, **marks: int) -> Qwen2_5_VLForCondit
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             text_config={
-                **text,
+                **_ENCODER,
+                "num_hidden_layers": 1,
                 "vocab_size": len(tokenizer),
-                "num_key_value_heads": 1,
                 "rope_parameters": rope,
                 "bos_token_id": None,
                 "eos_token_id": tokenizer.eos_token_id,
@@ -222,27 +237,14 @@ def qwen_parts() -> dict[str, Any]:
             in_channels=4 * _LATENT_CHANNELS,
             out_channels=_LATENT_CHANNELS,
             num_layers=2,
-            attention_head_dim=_WIDTH // 2,
-            num_attention_heads=2,
             joint_attention_dim=_WIDTH,
             axes_dims_rope=(4, 6, 6),
+            **_TRANSFORMER,
         ),
-        "scheduler": FlowMatchEulerDiscreteScheduler(
-            shift=1.0,
-            shift_terminal=0.02,
-            use_dynamic_shifting=True,
-            base_image_seq_len=8,
-            max_image_seq_len=64,
-            max_shift=0.9,
+        "scheduler": euler(
+            shift=1.0, shift_terminal=0.02, use_dynamic_shifting=True, max_shift=0.9, **_FEW_TOKENS
         ),
-        "vae": AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=_LATENT_CHANNELS,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            latents_mean=[-0.5, 0.0, 0.5, 1.0],
-            latents_std=[2.0, 1.5, 1.0, 2.5],
-        ),
+        "vae": AutoencoderKLQwenImage(**_VIDEO_VAE),
     }
 
 
@@ -311,7 +313,7 @@ def flux2_klein(*, is_distilled: bool = False) -> Flux2KleinPipeline:
     vae.bn.running_mean.uniform_(-0.5, 0.5)
     vae.bn.running_var.uniform_(0.5, 2.0)
     return Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        scheduler=euler(use_dynamic_shifting=True),
         vae=vae,
         text_encoder=encoder,
         tokenizer=tokenizer,
@@ -319,12 +321,11 @@ def flux2_klein(*, is_distilled: bool = False) -> Flux2KleinPipeline:
             in_channels=4 * _LATENT_CHANNELS,
             num_layers=1,
             num_single_layers=1,
-            attention_head_dim=_WIDTH // 2,
-            num_attention_heads=2,
             joint_attention_dim=3 * _WIDTH // 2,
             timestep_guidance_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
             guidance_embeds=False,
+            **_TRANSFORMER,
         ),
         is_distilled=is_distilled,
     )
@@ -339,12 +340,9 @@ def z_image() -> ZImagePipeline:
     encoder = Qwen3Model(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=_WIDTH,
-            intermediate_size=64,
             num_hidden_layers=2,  # the tokens are taken from the last layer but one
-            num_attention_heads=2,
-            num_key_value_heads=1,
             head_dim=_WIDTH // 2,
+            **_ENCODER,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -364,21 +362,12 @@ def z_image() -> ZImagePipeline:
         axes_lens=[64, 32, 32],
     )
     return ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            shift=3.0,
-            use_dynamic_shifting=True,
-            base_image_seq_len=8,
-            max_image_seq_len=64,
-        ),
+        scheduler=euler(use_dynamic_shifting=True, **_FEW_TOKENS),
         vae=vae,
         text_encoder=encoder,
         tokenizer=tokenizer,
         transformer=transformer,
     )
-
-
-def euler() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
 def wan(
@@ -405,14 +394,7 @@ def wan(
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=encoder,
-        vae=AutoencoderKLWan(
-            base_dim=8,
-            z_dim=_LATENT_CHANNELS,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            latents_mean=[-0.5, 0.0, 0.5, 1.0],
-            latents_std=[2.0, 1.5, 1.0, 2.5],
-        ),
+        vae=AutoencoderKLWan(**_VIDEO_VAE),
         scheduler=scheduler(),
         transformer=_wan_transformer(),
         transformer_2=None if boundary_ratio is None else _wan_transformer(),
@@ -423,8 +405,6 @@ def wan(
 
 def _wan_transformer() -> WanTransformer3DModel:
     return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=_WIDTH // 2,
         in_channels=_LATENT_CHANNELS,
         out_channels=_LATENT_CHANNELS,
         text_dim=_WIDTH,
@@ -432,6 +412,7 @@ def _wan_transformer() -> WanTransformer3DModel:
         ffn_dim=64,
         num_layers=2,
         rope_max_seq_len=32,
+        **_TRANSFORMER,
     )
 
 
@@ -444,12 +425,9 @@ def sana(*, scheduler: Callable[[], SchedulerMixin] = euler) -> SanaPipeline:
     encoder = Gemma2Model(
         Gemma2Config(
             vocab_size=len(tokenizer),
-            hidden_size=_WIDTH,
-            intermediate_size=64,
             num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
             head_dim=_WIDTH // 2,
+            **_ENCODER,
         )
     )
     blocks = {
@@ -475,14 +453,13 @@ def sana(*, scheduler: Callable[[], SchedulerMixin] = euler) -> SanaPipeline:
         transformer=SanaTransformer2DModel(
             in_channels=_LATENT_CHANNELS,
             out_channels=_LATENT_CHANNELS,
-            num_attention_heads=2,
-            attention_head_dim=_WIDTH // 2,
             num_layers=2,
             num_cross_attention_heads=2,
             cross_attention_head_dim=_WIDTH // 2,
             cross_attention_dim=_WIDTH,
             caption_channels=_WIDTH,
             sample_size=16,
+            **_TRANSFORMER,
         ),
         scheduler=scheduler(),
     )
