@@ -123,13 +123,13 @@ def peft_files(
     target_modules: Sequence[str],
     base: str,
 ) -> dict[str, bytes]:
-    """Makes the contents of both files, by their names.
+    """Makes the contents of both files of a LoRA, by their names.
 
     Args:
-      state: the tensors of the LoRA by their names in the network.
-      rank: inner dimension of the LoRA.
-      alpha: the LoRA is added with strength alpha / rank.
-      target_modules: name endings of the layers that have a LoRA.
+      state: its tensors by their names in the network.
+      rank: its inner dimension.
+      alpha: it is added with strength alpha / rank.
+      target_modules: name endings of the layers that have it.
       base: path or hub id of the base model.
     """
     described = LoraConfig(

@@ -20,10 +20,7 @@ class Offloadable:
     Nothing changes their tensors, so they are copied to the device and dropped there, never copied
     back. On the host they lie in pinned memory, from which a GPU copies fastest.
 
-    Args:
-      modules: the modules.
-      device: where they work.
-      offload: keep them on the host while nobody uses them.
+    Without `offload` they stay on the device.
     """
 
     def __init__(

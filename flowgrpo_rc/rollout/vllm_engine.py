@@ -242,10 +242,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
 class VllmAdapter:
     """The one adapter that a vLLM engine holds: a folder in peft's layout, named by a request.
 
-    Args:
-      engine: vLLM's LLMEngine.
-      base: path of the checkpoint.
-      config: its configuration, from the network's `peft_config`.
+    Its `config` is that of the network's `peft_config`; `base` is the path of the checkpoint.
 
     Attributes:
       request: goes with all that is sampled; None for the base model.

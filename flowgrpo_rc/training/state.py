@@ -27,9 +27,7 @@ from flowgrpo_rc.training.update import PolicyUpdate
 class RunState:
     """Saves and loads the parts of a run that change from step to step.
 
-    Attributes:
-      folder: the folder of all checkpoints.
-      keep: how many checkpoints to keep.
+    `keep` is how many checkpoints stay in the `folder` of all.
     """
 
     folder: Path

@@ -20,13 +20,7 @@ class AheadSource(RolloutSource):
     """
 
     def __init__(self, source: EngineSource, staleness: int, *, steps: range) -> None:
-        """Asks for nothing yet.
-
-        Args:
-          source: samples a step with an engine.
-          staleness: how many steps the weights may be behind, at least 1.
-          steps: the steps to sample.
-        """
+        """Asks for nothing yet. Weights may be `staleness` steps behind, at least 1."""
         self._source = source
         self._staleness = staleness
         self._steps = steps
