@@ -141,18 +141,11 @@ class PromptSampler:
 def shard(
     prompts: Sequence[Prompt], *, step: int, mini_batch_size: int, rank: int, world_size: int
 ) -> PromptBatch:
-    """Selects the prompts of a step that one process samples.
+    """Selects the prompts of a step, of all its `prompts`, that one process samples.
 
     Global mini-batch k holds the prompts [k M, (k + 1) M), where M is mini_batch_size. Every
     process takes an equal, contiguous share of each. So the k-th mini-batches of all processes
     together are global mini-batch k.
-
-    Args:
-      prompts: the prompts of the global batch.
-      step: training step.
-      mini_batch_size: prompts of a global mini-batch, M.
-      rank: number of this process.
-      world_size: number of processes.
     """
     # The settings are checked before anything is loaded.
     assert len(prompts) % mini_batch_size == 0, (len(prompts), mini_batch_size)

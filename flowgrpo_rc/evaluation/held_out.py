@@ -109,12 +109,9 @@ def score_samples(
     share that is too small is filled up with the last prompt, whose samples are dropped.
 
     Args:
-      sample: draws the samples.
-      prompts: of all processes, [N].
+      sample: draws samples, `batch_size` at once.
+      prompts: those of all processes, [N].
       seeds: the seed of each sample, [N].
-      rewards: score the samples.
-      processes: the processes of the run.
-      batch_size: samples made at once.
       show: how many of the first samples are returned; 0 for none.
     """
     share = -(-len(prompts) // processes.count)

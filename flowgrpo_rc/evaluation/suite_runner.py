@@ -97,9 +97,7 @@ class SuiteRunner:
     def run(self, processes: Processes, *, show: bool = False) -> SuiteResult:
         """Scores the present weights, and compares them with the base model.
 
-        Args:
-          processes: the processes of the run; all of them call this.
-          show: keep samples to be looked at.
+        All processes call this. `show` keeps samples to be looked at.
         """
         if self._base_scores is None:
             with self._base():

@@ -53,12 +53,8 @@ def check_push(api: HfApi, repo: str, *, public: bool) -> None:
 def push(api: HfApi, folder: Path, repo: str, *, public: bool, others: Sequence[str] = ()) -> str:
     """Uploads a LoRA and its card, and returns the address of the repository.
 
-    Args:
-      api: client of the Hub.
-      folder: folder of the exported files.
-      repo: user/name or organization/name; it is created if there is none.
-      public: whether a new repository is public.
-      others: transformers beside the first, whose LoRAs lie in folders with their names.
+    The repository is created if there is none, and is `public` then, or private. `others` are
+    transformers beside the first, whose LoRAs lie in folders with their names.
     """
     further = [f"{name}/{EXPORT_NAMES['diffusion']}" for name in others]
     with _hub_errors():

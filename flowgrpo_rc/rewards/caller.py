@@ -69,8 +69,7 @@ class Caller:
     def close(self, patience_s: float) -> None:
         """Ends the thread. Waits for the call that runs, but not for one that was given up.
 
-        Args:
-          patience_s: seconds to wait at most; then the call ends with CancelledError.
+        After `patience_s` seconds the call ends with CancelledError.
         """
         ended = self._turn.acquire(timeout=patience_s)
         self._closed.set_result(None)

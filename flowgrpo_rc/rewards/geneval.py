@@ -94,12 +94,9 @@ class Wish:
 
 
 def degree(wish: Wish, include: Sequence[Wish], objects: Sequence[Found]) -> float:
-    """Computes how far a wish is met, from 0 to 1.
+    """Computes how far a wish is met, from 0 to 1, by the objects of an image.
 
-    Args:
-      wish: the wish.
-      include: all wishes of the prompt that a position may refer to.
-      objects: what the detector found in the image, the most certain first.
+    `include` holds the wishes that a position may refer to; the most certain objects come first.
     """
     own = [found for found in objects if found.name == wish.name]
     if wish.excluded:

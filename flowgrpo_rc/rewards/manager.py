@@ -256,9 +256,7 @@ class RewardManager:
     def check_failed_fraction(self, num_failed: Mapping[str, int], num_total: int) -> None:
         """Raises RewardError if a term failed for more than `max_failed_fraction` of the samples.
 
-        Args:
-          num_failed: `count_failed`, summed over processes, so that all of them raise together.
-          num_total: samples of the step, on all processes.
+        Both numbers are sums over all processes, so that all of them raise together.
         """
         for name, count in num_failed.items():
             if count / num_total > self._max_failed_fraction:

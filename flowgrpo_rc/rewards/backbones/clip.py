@@ -101,12 +101,7 @@ class Clip:
 
 
 class ClipReward(Reward):
-    """Scores by the cosine of image and prompt in a CLIP.
-
-    Args:
-      path: the CLIP checkpoint, a local folder or a hub id.
-      options: `processor`, `device`, `dtype` and `batch_size` of `Clip`.
-    """
+    """Scores by the cosine of image and prompt in a CLIP, whose options are those of `Clip`."""
 
     is_scaled: ClassVar[bool] = False  # by the factor of the model
 

@@ -18,9 +18,7 @@ from flowgrpo_rc.rewards.base import Reward, Scores, check_at_least_one
 class FrameMean(Reward):
     """The mean score of every `every`-th frame of videos [N, F, H, W, 3], parts included.
 
-    Args:
-      every: distance between the frames that are scored.
-      options: options of the image reward.
+    The other options are those of the image reward.
     """
 
     kind = "video"

@@ -33,11 +33,7 @@ Read = Callable[[str], float]
 
 
 class AsksVlm(Reward):
-    """A reward that asks a model: one behind a server, or one in this process.
-
-    Args:
-      vlm: options of `VlmServer`, with `url`, or those of `LocalVlm`, with `path`.
-    """
+    """A reward that asks a model: a `VlmServer`, if `url` is given, or a `LocalVlm` at `path`."""
 
     def __init__(self, vlm: dict[str, Any]) -> None:
         if ("url" in vlm) == ("path" in vlm):
