@@ -165,7 +165,8 @@ def test_code_of_a_rewards_tokenizer(small: list[str], tmp_path: Path, mark: Pat
     term = f"reward.terms={{clip: {{path: {clip}, processor: {processor}}}}}"
     ended = command(*words_of(small, term), harm=say_yes)
     assert not mark.exists()
-    ended.expect(1, f"path='{processor}' needs Python code")
+    assert ended.code == 1, ended.output
+    assert f"path='{processor}' needs Python code" in ended.output
     assert "[y/N]" not in ended.output
 
 
