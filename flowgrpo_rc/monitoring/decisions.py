@@ -26,10 +26,8 @@ class Decision(NamedTuple):
       step_mask: the steps that exist, [b, t] bool.
       keep_mask: the steps that were kept, [b, t] bool.
       cells: `Policy.cells` of the steps, [b, t] int64.
-      weights: what the loss multiplies by, [b, t]; None without weights.
       step_kl: exact KL of each step, [b, t]; None if the policy has none.
       num_elements: number of elements that a log-prob is the mean of.
-      updated: True if the step's first update came before.
     """
 
     seed: Tensor
@@ -38,10 +36,8 @@ class Decision(NamedTuple):
     step_mask: Tensor
     keep_mask: Tensor
     cells: Tensor
-    weights: Tensor | None
     step_kl: Tensor | None
     num_elements: int
-    updated: bool
 
     @property
     def difference(self) -> Tensor:
@@ -66,10 +62,7 @@ class Decisions:
         training_log_probs: Tensor,
         cells: Tensor,
         keep_mask: Tensor,
-        weights: Tensor | None,
         step_kl: Tensor | None,
-        *,
-        updated: bool = False,
     ) -> None:
         """Adds a decision about the samples of a batch; the arguments are those of `Decision`."""
         assert batch.rollout_log_probs is not None
@@ -81,10 +74,8 @@ class Decisions:
                 step_mask=batch.step_mask,
                 keep_mask=keep_mask,
                 cells=cells,
-                weights=weights,
                 step_kl=None if step_kl is None else step_kl.detach(),
                 num_elements=batch.num_elements,
-                updated=updated,
             )
         )
 

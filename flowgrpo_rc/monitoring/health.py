@@ -23,13 +23,7 @@ from flowgrpo_rc.monitoring.pictures import PictureWatch
 DECOUPLED_PREFIX = "rollout_corr/"
 BYPASS_PREFIX = "actor/rollout_corr/"
 
-MOST_CLIPPED = 0.3  # share of the differences that may lie outside the clip band
-FAULT = 2.0  # mismatch over what the precisions explain, from which on it is a fault
-# Below this multiple of what is left without a quantization, the quantization is not applied; only
-# a quantization that makes the mismatch so much larger can be judged by it.
-UNQUANTIZED = 2.0
-LARGEST_SHARE = 0.25
-LEAST_BOUND = 0.1  # where nothing is left without it
+_WINDOW = 5  # steps that a majority is taken of
 DRIFT = 3.0  # how far pictures may move, in standard deviations between those of the base
 GAIN = 0.25  # from which rise of the reward on this is held against them, in its own ones
 
@@ -42,14 +36,6 @@ class _Finding(NamedTuple):
     rule: str
     message: str
     immediate: bool
-
-
-class _Samples(NamedTuple):
-    """Says what the samples of a step are."""
-
-    text: bool  # responses of a language model, not images
-    fresh: bool  # sampled by the weights that are trained, not by older ones
-    unquantized: float | None = None  # `unquantized_share`; None without a quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +72,8 @@ def check_rollout_correction_health(
     Returns:
       True if healthy; its `warnings` say what is not.
     """
-    found = _findings(metrics, Setup.of(config), _Samples(text, fresh))
+    setup = Setup.of(config, text=text, fresh=fresh, unquantized=None)
+    found = _findings(metrics, setup)
     return Health(tuple(finding.message for finding in found if finding.message))
 
 
@@ -100,11 +87,8 @@ def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
     Returns:
       The name under which `metrics` holds it, verl's or slime's; None if it does not.
     """
-    candidates = [
-        prefix + known
-        for known in other_names(name)
-        for prefix in (DECOUPLED_PREFIX, BYPASS_PREFIX)
-    ]
+    prefixes = (DECOUPLED_PREFIX, BYPASS_PREFIX)
+    candidates = (prefix + known for known in other_names(name) for prefix in prefixes)
     return next((candidate for candidate in candidates if candidate in metrics), None)
 
 
@@ -115,99 +99,64 @@ def _finite(metrics: Metrics, name: str) -> tuple[str, float] | None:
     return (full, value) if full and value is not None and math.isfinite(value) else None
 
 
-def _findings(metrics: Metrics, setup: Setup, samples: _Samples) -> Iterator[_Finding]:
+def _findings(metrics: Metrics, setup: Setup) -> Iterator[_Finding]:
     yield _Finding("non_finite", _non_finite(metrics, setup), immediate=True)
+    words = setup.words() | _measured(metrics, setup)
     is_fault = False
-    if over := _finite(metrics, "mismatch_over_expected"):
-        fault = _fault(metrics, *over)
-        is_fault = bool(fault)
-        # A few unlikely tokens can double the mean of a step.
-        yield _Finding("fault", fault, immediate=not samples.text)
-        share = samples.unquantized
-        if share is not None and share <= LARGEST_SHARE:
-            yield _Finding("unquantized", _unquantized(*over, share), immediate=True)
-    # What a fault makes the clip do is no noise, and a wider band is not the answer.
-    if not is_fault and (clipped := _finite(metrics, "pre_update_clip_fraction")):
-        yield _Finding("noise", _noise(metrics, *clipped, setup, samples), immediate=False)
     for rule in RULES:
         found = _finite(metrics, rule.metric)
-        if found and not (is_fault and rule.name == "clipping"):
-            name, value = found
-            crossed = rule.judge(value, setup)
-            message = f"{name} is {value:.4g}, {crossed}." if crossed else ""
-            yield _Finding(rule.name, message, rule.immediate)
+        # What a fault makes the clip do is no noise, and a wider band is not the answer.
+        answered = is_fault and rule.name in ("noise", "clipping")
+        unclear = rule.name == "unquantized" and setup.unquantized is None
+        if found is None or answered or unclear:
+            continue
+        name, value = found
+        crossed = rule.judge(value, setup, words)
+        is_fault = is_fault or (rule.name == "fault" and bool(crossed))
+        # A few unlikely tokens can double the mean of a step.
+        immediate = rule.immediate and not (rule.name == "fault" and setup.text)
+        message = f"{name} is {value:.4g}, {crossed}." if crossed else ""
+        yield _Finding(rule.name, message, immediate)
+
+
+def _measured(metrics: Metrics, setup: Setup) -> dict[str, str]:
+    """Returns words of the rules that depend on further metrics of the step."""
+    mean = _finite(metrics, "logprob_abs_diff_mean")
+    over = _finite(metrics, "mismatch_over_clip")
+    p99 = _finite(metrics, "logprob_abs_diff_p99")
+    widen = "a wider clip band"
+    if over and p99 and p99[1] > 0:
+        text_keys = f"{TOKEN_KEY}.clip_ratio_low and clip_ratio_high"
+        keys = text_keys if setup.text else f"{DIFFUSION_KEY}.clip_ratio"
+        advised = advised_clip_ratio(p99[1])
+        widen = f"{keys} >= {advised:g} (99% differ by less than {p99[1]:.2g})"
+    ways = [f"set {setup.recompute}"] if setup.recompute else []
+    ways.append(f"or take {widen}")
+    if setup.fresh:
+        latents = "" if setup.text else ", fp32 latents in the engine"
+        ways.append(f"or a more precise rollout (rollout.dtype=fp32{latents})")
+    half = "half of them differ by {:.2g} times the clip band or more"
+    return {
+        "mean": f" ({mean[1]:.2g} on average)" if mean else "",
+        "half": f", and {half.format(over[1])}" if over else "",
+        "ways": ", ".join(ways).removeprefix("or "),
+    }
 
 
 def _non_finite(metrics: Metrics, setup: Setup) -> str:
     """Judges what training computes; a reward or a timing cannot ruin the weights."""
-    names = [
-        name
-        for name, value in sorted(metrics.items())
-        if name.startswith((DECOUPLED_PREFIX, "actor/"))
-        and (value is None or not math.isfinite(value))
-    ]
+    trained = [name for name in sorted(metrics) if name.startswith((DECOUPLED_PREFIX, "actor/"))]
+    names = [name for name in trained if _finite(metrics, name) is None]
     if not names:
         return ""
     others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     measured = metrics[names[0]]
     shown = "" if measured is None else f" but {measured}"
-    return f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or {setup.narrow}."
-
-
-def _noise(metrics: Metrics, name: str, clipped: float, setup: Setup, samples: _Samples) -> str:
-    """Says whether the clip acts before any update."""
-    if clipped <= MOST_CLIPPED:
-        return ""
-    size = ""
-    widen = "a wider clip band"
-    if over := _finite(metrics, "mismatch_over_clip"):
-        size = f", and half of them differ by {over[1]:.2g} times the clip band or more"
-        if p99 := _finite(metrics, "logprob_abs_diff_p99"):
-            key = f"{DIFFUSION_KEY}.clip_ratio"
-            if samples.text:
-                key = f"{TOKEN_KEY}.clip_ratio_low and clip_ratio_high"
-            advised = advised_clip_ratio(p99[1])
-            widen = f"{key} >= {advised:g} (99% differ by less than {p99[1]:.2g})"
-    ways = [f"set {setup.recompute}"] if setup.recompute else []
-    ways.append(f"or take {widen}")
-    if samples.fresh:
-        latents = "" if samples.text else ", fp32 latents in the engine"
-        ways.append(f"or a more precise rollout (rollout.dtype=fp32{latents})")
-    cause = "noise" if samples.fresh else "the age of their policy"
-    return (
-        f"{name} is {clipped:.4g}, above {MOST_CLIPPED:g}: so many samples are clipped by {cause} "
-        f"before any update{size}; {', '.join(ways).removeprefix('or ')}."
-    )
-
-
-def _fault(metrics: Metrics, name: str, over: float) -> str:
-    """Says whether the mismatch is more than noise."""
-    if over <= FAULT:
-        return ""
-    mean = _finite(metrics, "logprob_abs_diff_mean")
-    size = f" ({mean[1]:.2g} on average)" if mean else ""
-    return (
-        f"{name} is {over:.4g}, above {FAULT:g}: before any update, rollout and training graph "
-        f"differ by more than their precisions explain{size}. The engine samples with other "
-        "settings, roundings or weights than it should; flowgrpo-rc calibrate with the same "
-        "settings looks for the cause."
-    )
-
-
-def _unquantized(name: str, over: float, share: float) -> str:
-    """Says whether a quantization is missing."""
-    bound = max(UNQUANTIZED * share, LEAST_BOUND)
-    if over >= bound:
-        return ""
-    return (
-        f"{name} is {over:.4g}, below {bound:.2g}: rollout and training graph differ by less than "
-        "rollout.quantization makes them differ. The engine seems to sample with plain weights; "
-        "see whether it applies the quantization."
-    )
+    narrow = setup.words()["narrow"]
+    return f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or {narrow}."
 
 
 def _gamed(metrics: Metrics, drift: float, gain: float, pictures: PictureWatch) -> str:
-    """Says whether reward and pictures have moved together."""
     if drift <= DRIFT or gain < GAIN:
         return ""
     return (
@@ -221,13 +170,12 @@ def _gamed(metrics: Metrics, drift: float, gain: float, pictures: PictureWatch) 
 class HealthMonitor:
     """Warns when a rule starts to hold, once, and again only after a whole window without it.
 
-    A rule has to hold in a majority of the last `window` steps that report its metric; a value that
-    is not finite is reported at once. The state goes into the checkpoint, so a resumed run warns
-    like an uninterrupted one.
+    A rule has to hold in a majority of the last five steps that report its metric; a value that is
+    not finite is reported at once. The state goes into the checkpoint, so a resumed run warns like
+    an uninterrupted one.
 
     Args:
       config: settings of the correction.
-      window: number of steps that a majority is taken of.
       text: whether a language model is trained.
       fresh: whether the weights that are trained made the samples.
       unquantized: `unquantized_share` of the rollout; None without a quantization.
@@ -236,17 +184,12 @@ class HealthMonitor:
     def __init__(
         self,
         config: RolloutCorrectionConfig,
-        window: int = 5,
         *,
         text: bool = False,
         fresh: bool = True,
         unquantized: float | None = None,
     ) -> None:
-        if window < 1:
-            raise ValueError(f"HealthMonitor: window is {window}, and must be at least 1")
-        self._setup = Setup.of(config)
-        self._samples = _Samples(text, fresh, unquantized)
-        self._window = window
+        self._setup = Setup.of(config, text=text, fresh=fresh, unquantized=unquantized)
         self._history: dict[str, deque[bool]] = {}
         self._active: set[str] = set()
         self._pictures = PictureWatch()
@@ -262,7 +205,7 @@ class HealthMonitor:
         if step <= self._step:
             return []
         self._step = step
-        found = [*_findings(metrics, self._setup, self._samples)]
+        found = [*_findings(metrics, self._setup)]
         drift, gain = metrics.get("pictures/drift"), metrics.get("pictures/reward_gain")
         if drift is not None and gain is not None:
             gamed = _gamed(metrics, drift, gain, self._pictures)
@@ -271,26 +214,23 @@ class HealthMonitor:
         return [message for finding in found if (message := self._onset(finding))]
 
     def _onset(self, finding: _Finding) -> str:
-        history = self._history.setdefault(finding.rule, deque(maxlen=self._window))
+        history = self._history.setdefault(finding.rule, deque(maxlen=_WINDOW))
         history.append(bool(finding.message))
-        if len(history) == self._window and not any(history):
+        if len(history) == _WINDOW and not any(history):
             self._active.discard(finding.rule)
-        sustained = finding.immediate or sum(history) > self._window / 2
+        sustained = finding.immediate or sum(history) > _WINDOW / 2
         if not finding.message or not sustained or finding.rule in self._active:
             return ""
         self._active.add(finding.rule)
-        if finding.immediate or self._window == 1:
+        if finding.immediate:
             return finding.message
         return f"{finding.message[:-1]} ({sum(history)} of the last {len(history)} steps)."
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state; JSON can hold it."""
-        history = {
-            rule: [int(held) for held in steps] for rule, steps in sorted(self._history.items())
-        }
         return {
             "step": self._step,
-            "history": history,
+            "history": {rule: [*map(int, held)] for rule, held in sorted(self._history.items())},
             "active": sorted(self._active),
             "pictures": self._pictures.state_dict(),
             "guards": self._guards.state_dict(),
@@ -305,6 +245,5 @@ class HealthMonitor:
         if "guards" in state:  # else an older version wrote it
             self._guards.load_state_dict(state["guards"])
         self._history = {
-            rule: deque((bool(held) for held in steps), maxlen=self._window)
-            for rule, steps in state["history"].items()
+            rule: deque(map(bool, held), maxlen=_WINDOW) for rule, held in state["history"].items()
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,7 @@ from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora
 from flowgrpo_rc.monitoring.expected_mismatch import ExpectedMismatch, relative_size
-from flowgrpo_rc.monitoring.mismatch import (
-    MismatchMonitor,
-    over,
-)
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor, over
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 
@@ -56,6 +54,11 @@ class WithAnother(Processes):
         return flag or self._news
 
 
+def expectation(*given: Any, enough: int = 1) -> ExpectedMismatch:
+    """Makes what is expected of a policy, its rounded copy and the processes."""
+    return ExpectedMismatch(*given, size=1.0, least=4e-7, micro_batch_size=2, enough=enough)
+
+
 @pytest.mark.parametrize(
     ("moved", "elsewhere", "asked"), [(0, False, 1), (2, False, 2), (0, True, 2)]
 )
@@ -65,18 +68,15 @@ def test_steps_of_another_window_get_their_expectation_at_once(
     """The mismatch is always twice the expectation, wherever the window of an iteration lies."""
     policy = Rounding(rounded=False)
     processes = WithAnother(elsewhere)
-    expected = ExpectedMismatch(
-        policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
-    )
+    expected = expectation(policy, Rounding(rounded=True), processes)
     floor = MismatchMonitor(policy, processes, expected=expected)
     batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
     for step in (1, 3, 4):
         here = batch.replace(step_indices=batch.step_indices + (0 if step == 1 else moved))
         floor.expect(here, step)
         floor.before_update(here, torch.full((4, 2), 2e-4))
-        assert floor.finish(old_is_rollout=False).compute()[
-            "mismatch_over_expected"
-        ] == pytest.approx(2.0)
+        found = floor.finish(old_is_rollout=False).compute()
+        assert found["mismatch_over_expected"] == pytest.approx(2.0)
         if step == 3:
             assert policy.asked == asked
     assert policy.asked == asked + elsewhere
@@ -94,15 +94,7 @@ def test_small_iterations_are_measured_and_reported_together() -> None:
     reported, due = [], []
     for step, size in enumerate((1.0, 2.0, 3.0, 6.0, 6.0, 6.0, 9.0), start=1):
         policy = Rounding(rounded=False)
-        expected = ExpectedMismatch(
-            policy,
-            Rounding(rounded=True),
-            processes,
-            size=1.0,
-            least=4e-7,
-            micro_batch_size=2,
-            enough=20,
-        )
+        expected = expectation(policy, Rounding(rounded=True), processes, enough=20)
         monitor = MismatchMonitor(policy, processes, expected=expected)
         monitor.load(state)
         due.append(expected.due(step, batch))
@@ -157,14 +149,8 @@ def test_moving_the_embeddings_of_text_shows_its_rounding() -> None:
         chunk=2,
     )
     before = policy.log_probs(batch, 4)
-    expected = ExpectedMismatch(
-        policy,
-        policy.rounded_otherwise(),
-        Processes(Accelerator(cpu=True)),
-        size=1.0,
-        least=4e-6,
-        micro_batch_size=4,
-    )
+    processes = Processes(Accelerator(cpu=True))
+    expected = expectation(policy, policy.rounded_otherwise(), processes)
     expected.measure(batch, 1)
     assert torch.equal(policy.log_probs(batch, 4), before)
     mismatch = (before - batch.rollout_log_probs)[batch.step_mask].abs().mean().item()

@@ -62,18 +62,12 @@ def test_it_is_said_once_for_each_guard_also_by_a_run_that_goes_on() -> None:
         monitor.update(step, {"reward/mean": reward})
     assert len(monitor.update(11, {"reward/mean": 0.24} | FALLEN)) == 1
     resumed = HealthMonitor(RolloutCorrectionConfig())
-    resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    state = json.loads(json.dumps(monitor.state_dict()))
+    resumed.load_state_dict({k: state[k] for k in state if k != "guards"})  # of an older version
+    resumed.load_state_dict(state)
     assert resumed.update(12, {"reward/mean": 0.24} | FALLEN) == []
     (said,) = resumed.update(13, {"reward/mean": 0.24} | FALLEN | other)
     assert said.startswith("suite/looks/change")
-
-
-def test_the_state_of_an_older_version_has_no_guards() -> None:
-    monitor = HealthMonitor(RolloutCorrectionConfig())
-    state = monitor.state_dict()
-    del state["guards"]
-    monitor.load_state_dict(state)
-    assert monitor.update(1, {"reward/mean": 0.1}) == []
 
 
 def test_a_level_reward_counts_as_risen_in_one_run_of_twenty() -> None:

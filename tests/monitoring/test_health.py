@@ -59,6 +59,8 @@ EDGES = [
     ("kl", 0.1, 0.101, "actor.optim.lr"),
     ("kl", -0.1, -0.101, "actor.optim.lr"),
     ("chi2_token", 1.0, 1.001, "rollout.dtype"),
+    ("pre_update_clip_fraction", 0.3, 0.301, "a wider clip band"),
+    ("mismatch_over_expected", 2.0, 2.001, "flowgrpo-rc calibrate"),
 ]
 
 
@@ -99,25 +101,19 @@ def test_clipping_of_more_than_half_the_steps() -> None:
 
 
 def test_decoupled_mode_is_not_told_to_become_decoupled() -> None:
-    ill = {f"rollout_corr/{metric}": value for metric, _, value, _ in EDGES}
+    ill = {f"rollout_corr/{metric}": value for metric, _, value, _ in EDGES[:-1]}
     ill |= {"actor/clip_fraction": 0.51} | named(PREFIXES[0], FLOOR)
     found = warned(ill, bypass_mode=False)
     assert len(found) > 8
     assert not any("bypass_mode" in text for text in found)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"rollout_is_threshold": 5.0}, 0),
-        ({"rollout_is_threshold": 3.0}, 1),
-        ({"rollout_is_threshold": "0.5_3.0"}, 1),
-        ({"rollout_is_threshold": "0.5_3.1"}, 0),
-        ({"rollout_is": None}, 0),
-    ],
-)
-def test_pinned_weight_knows_its_bound(changes: dict[str, Any], expected: int) -> None:
-    assert len(warned({"rollout_corr/rollout_is_max": 3.0}, **changes)) == expected
+def test_pinned_weight_knows_its_bound() -> None:
+    metrics = {"rollout_corr/rollout_is_max": 3.0}
+    found = {bound: len(warned(metrics, rollout_is_threshold=bound)) for bound in (5.0, 3.0)}
+    found |= {b: len(warned(metrics, rollout_is_threshold=b)) for b in ("0.5_3.0", "0.5_3.1")}
+    assert found == {5.0: 0, 3.0: 1, "0.5_3.0": 1, "0.5_3.1": 0}
+    assert warned(metrics, rollout_is=None) == ()
 
 
 def test_absent_metrics_are_no_error() -> None:
@@ -145,41 +141,24 @@ def test_clipping_by_noise_says_how_wide_a_band_would_do(prefix: str) -> None:
     (warning,) = warned(named(prefix, FLOOR))
     assert warning.startswith(f"{prefix}pre_update_clip_fraction is 0.62, above 0.3: ")
     assert "half of them differ by 1.8 times the clip band or more" in warning
-    assert (
-        "bypass_mode=False, or take actor.diffusion_loss.clip_ratio >= 0.0004 (99% differ by"
-        in warning
-    )
+    wider = "bypass_mode=False, or take actor.diffusion_loss.clip_ratio >= 0.0004 (99% differ by"
+    assert wider in warning
     assert "fp32 latents in the engine" in warning
-
-
-def test_clipping_by_noise_without_a_band_of_single_steps() -> None:
-    (warning,) = warned({"actor/rollout_corr/pre_update_clip_fraction": 0.4})
-    assert "clip_ratio" not in warning
-    assert "wider clip band" in warning
 
 
 @pytest.mark.parametrize(
     ("options", "words", "absent"),
     [
-        (
-            {"text": True},
-            ["actor.token_loss.clip_ratio_low and clip_ratio_high >= 0.0004"],
-            ["diffusion_loss", "latents"],
-        ),
-        (
-            {"fresh": False},
-            ["clipped by the age of their policy", "False, or take actor.diffusion_loss.clip_rat"],
-            ["noise", "fp32"],
-        ),
+        ("text", "token_loss.clip_ratio_low and clip_ratio_high >= 0.0004", "diffusion_ latents"),
+        ("fresh", "clipped by the age of their policy before any update", "noise fp32"),
     ],
 )
-def test_text_and_samples_of_an_older_policy(
-    options: dict[str, bool], words: list[str], absent: list[str]
-) -> None:
+def test_text_and_samples_of_an_older_policy(options: str, words: str, absent: str) -> None:
+    given = {"text": True} if options == "text" else {"fresh": False}
     metrics = named(PREFIXES[1], FLOOR)
-    (warning,) = check_rollout_correction_health(metrics, settings_of(), **options).warnings
-    assert all(word in warning for word in words)
-    assert not any(word in warning for word in absent)
+    (warning,) = check_rollout_correction_health(metrics, settings_of(), **given).warnings
+    assert words in warning
+    assert not any(word in warning for word in absent.split())
 
 
 @pytest.mark.parametrize(
@@ -193,9 +172,8 @@ def test_text_and_samples_of_an_older_policy(
 )
 def test_a_run_knows_what_it_trains_on(changed: Config, word: str) -> None:
     monitor = make_health(changed)
-    (warning,) = [
-        text for step in range(1, 6) for text in monitor.update(step, named(PREFIXES[0], FLOOR))
-    ]
+    row = named(PREFIXES[0], FLOOR)
+    (warning,) = [text for step in range(1, 6) for text in monitor.update(step, row)]
     assert word in warning
 
 
@@ -209,19 +187,6 @@ def test_a_fault_is_not_answered_with_a_wider_band() -> None:
     later = [monitor.update(step, named(PREFIXES[1], FLOOR)) for step in range(6, 11)]
     assert [len(texts) for texts in later] == [0, 0, 1, 0, 0]
     assert "clip_ratio >=" in later[2][0]
-
-
-def test_more_than_the_precisions_explain_is_a_fault_at_once_and_once() -> None:
-    monitor = HealthMonitor(settings_of())
-    name = "rollout_corr/mismatch_over_expected"
-    values = [1.0, 2.0, 2.1, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
-    warned = {
-        step: monitor.update(step, {name: value}) for step, value in enumerate(values, start=1)
-    }
-    assert [step for step, warnings in warned.items() if warnings] == [3, 10]
-    (warning,) = warned[3]
-    assert warning.startswith(f"{name} is 2.1, above 2: ")
-    assert "flowgrpo-rc calibrate" in warning
 
 
 @pytest.mark.parametrize(
@@ -275,33 +240,34 @@ def test_a_run_knows_what_its_quantization_explains() -> None:
     assert [bool(quantized(name)) for name in (None, "int8", "int4")] == [False, False, True]
 
 
-def run(monitor: HealthMonitor, values: list[float], first: int = 1) -> list[int]:
-    """Returns the steps at which the monitor warned of the effective sample size."""
-    name = "rollout_corr/rollout_is_eff_sample_size"
-    return [
-        step
-        for step, value in enumerate(values, start=first)
-        if monitor.update(step, {name: value})
-    ]
+SIZE = "rollout_corr/rollout_is_eff_sample_size"
 
 
-def test_majority_of_the_window_warns_once_per_onset() -> None:
-    ill = 0.1
-    healthy = 0.9
-    assert run(HealthMonitor(settings_of()), [ill] * 20) == [3]
-    assert run(HealthMonitor(settings_of()), [healthy, ill, healthy, ill, healthy, ill, ill]) == [6]
-    # Wavering around a majority is one onset; a clean window ends it.
-    assert run(
-        HealthMonitor(settings_of()), [ill, ill, ill, healthy, healthy, healthy, ill, ill, ill]
-    ) == [3]
-    assert run(HealthMonitor(settings_of()), [ill] * 3 + [healthy] * 5 + [ill] * 3) == [3, 11]
+def run(monitor: HealthMonitor, values: str, first: int = 1) -> list[int]:
+    """Returns the steps with a warning, where an `i` is a step that is ill and an `h` a healthy
+    one.
+    """
+    rows = [{SIZE: 0.1 if value == "i" else 0.9} for value in values]
+    return [step for step, row in enumerate(rows, start=first) if monitor.update(step, row)]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ("i" * 20, [3]),
+        ("hihihii", [6]),
+        ("iiihhhiii", [3]),  # wavering around a majority is one onset
+        ("iiihhhhhiii", [3, 11]),  # a clean window ends it
+    ],
+)
+def test_majority_of_the_window_warns_once_per_onset(values: str, told: list[int]) -> None:
+    assert run(HealthMonitor(settings_of()), values) == told
 
 
 def test_steps_without_the_metric_do_not_count_and_the_onset_says_how_often() -> None:
     monitor = HealthMonitor(settings_of())
-    found = [
-        monitor.update(step, {"rollout_corr/kl": 0.5} if step % 2 else {}) for step in range(1, 8)
-    ]
+    rows = [{"rollout_corr/kl": 0.5} if step % 2 else {} for step in range(1, 8)]
+    found = [monitor.update(step, row) for step, row in enumerate(rows, start=1)]
     assert [step for step, warnings in enumerate(found, start=1) if warnings] == [5]
     assert found[4][0].endswith("(3 of the last 3 steps).")
 
@@ -309,14 +275,13 @@ def test_steps_without_the_metric_do_not_count_and_the_onset_says_how_often() ->
 def test_non_finite_is_reported_at_once_and_once() -> None:
     monitor = HealthMonitor(settings_of())
     values = [1.0, math.nan, math.nan, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan]
-    assert [
-        step for step, loss in enumerate(values) if monitor.update(step, {"actor/pg_loss": loss})
-    ] == [1, 8]
+    found = [monitor.update(step, {"actor/pg_loss": loss}) for step, loss in enumerate(values)]
+    assert [step for step, warnings in enumerate(found) if warnings] == [1, 8]
 
 
-@pytest.mark.parametrize("cut", [1, 3, 4, 8, 12, 13])
+@pytest.mark.parametrize("cut", [1, 4, 12])
 def test_resumed_monitor_warns_like_an_uninterrupted_one(cut: int) -> None:
-    values = [0.1, 0.9, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1]
+    values = "ihiihhhhhiiiii"
     whole = HealthMonitor(settings_of())
     expected = run(whole, values)
     first = HealthMonitor(settings_of())

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from support.builders import diffusion_batch, loss_config, token_batch
 from support.costs import transfers
+from support.decisions import normal as differences
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of
 from torch import Tensor
@@ -37,12 +38,6 @@ from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
-
-
-def differences(rows: int, steps: int, seed: int = 0) -> Tensor:
-    return 1e-4 * torch.randn(
-        rows, steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
 
 
 class Others(Processes):
@@ -73,10 +68,8 @@ class EvenSchedule:
 def floor_of(
     policy: type[Any], processes: Processes | None = None, **options: Any
 ) -> MismatchMonitor:
-    settings = {"clip_ratio": 1e-4} | options
-    return MismatchMonitor(
-        policy(EvenSchedule(), None), processes or Processes(Accelerator(cpu=True)), **settings
-    )
+    processes = processes or Processes(Accelerator(cpu=True))
+    return MismatchMonitor(policy(EvenSchedule(), None), processes, clip_ratio=1e-4, **options)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
@@ -125,15 +118,12 @@ def test_the_metrics_of_one_iteration() -> None:
 
 
 def test_percentiles_are_those_of_all_processes() -> None:
-    """They are not means of the processes' own, and a process may have more numbers than
-    another.
-    """
+    """Not means of the processes' own; a process may have more numbers than another."""
     mine = differences(4, 2)
     theirs = 10 * differences(7, 2, seed=1)
     sums = torch.stack([theirs.abs().sum(0), torch.full((2,), 7.0)])
-    processes = Others(
-        theirs.flatten(), torch.stack([torch.cat([sums, torch.zeros(2, 1)], 1), torch.zeros(2, 3)])
-    )
+    sums = torch.cat([sums, torch.zeros(2, 1)], 1)
+    processes = Others(theirs.flatten(), torch.stack([sums, torch.zeros(2, 3)]))
     floor = floor_of(FlowPolicy, processes)
     floor.before_update(diffusion_batch(torch.zeros(4, 2)), mine)
     found = floor.finish(old_is_rollout=True).compute()
@@ -189,13 +179,10 @@ def test_drift_is_measured_without_the_mismatch(moved: float) -> None:
 
     A cell that was not seen before the update takes no part.
     """
-    source = torch.Generator().manual_seed(0)
     count = 20_000
     scales = torch.tensor([1e-5, 1e-4, 1e-3], dtype=torch.float64)
-    noise = [
-        scales * torch.randn(count, 3, generator=source, dtype=torch.float64) for _ in range(2)
-    ]
-    movement = moved * torch.randn(count, 3, generator=source, dtype=torch.float64)
+    noise = [scales * differences(count, 3, scale=1.0, seed=seed) for seed in range(2)]
+    movement = differences(count, 3, scale=moved, seed=2)
     counts = torch.full((3,), float(count), dtype=torch.float64)
     before = torch.stack([noise[0].abs().sum(0), counts])
     after = torch.stack([(noise[1] + movement).abs().sum(0), counts])
@@ -226,15 +213,9 @@ def make(model: FlowModel) -> Make:
         correction = RolloutCorrectionConfig(bypass_mode=bypass)
         terms = DiffusionObjective(loss_config(correction, clip=1e-4)).terms
         mode = mode_of(correction, policy, micro_batch_size=2, clip_ratio=1e-4, terms=terms)
-        update = PolicyUpdate(
-            mode,
-            ActorConfig(
-                ppo_micro_batch_size_per_gpu=2, ppo_epochs=epochs, optim=OptimConfig(lr=1e-2)
-            ),
-            processes,
-            total_updates=10,
-        )
-        return update, mode.monitor, batch
+        optim = OptimConfig(lr=1e-2)
+        actor = ActorConfig(ppo_micro_batch_size_per_gpu=2, ppo_epochs=epochs, optim=optim)
+        return PolicyUpdate(mode, actor, processes, total_updates=10), mode.monitor, batch
 
     return made
 

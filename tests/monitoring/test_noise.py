@@ -112,9 +112,8 @@ def test_without_means_the_velocity_is_the_excess(kind: str, convention: str) ->
     _, excess = rollout_noise(batch)
     one = torch.ones(1, 1)
     for t, index in enumerate(WINDOW):
-        step = step_transition(
-            0 * one, one, batch.sigmas, torch.tensor([index]), sde_type=kind, noise_level=0.7
-        )
+        place, settings = torch.tensor([index]), {"sde_type": kind, "noise_level": 0.7}
+        step = step_transition(0 * one, one, batch.sigmas, place, **settings)
         wanted = (step.mean / step.std).square().item()
         # Statistical error of a mean square over 4096 elements.
         error = 5 * (1 + wanted) * math.sqrt(2 / 4096)
@@ -159,9 +158,8 @@ def test_steps_of_little_noise_are_left_out() -> None:
 @pytest.mark.parametrize("means", [True, False])
 def test_how_much_of_the_noise_is_the_seeds(means: bool) -> None:
     same = follows_seed(record(means=means).step(1))
-    other = follows_seed(
-        record(noise=lambda seeds, step: drawn(seeds, step + 1), means=means).step(1)
-    )
+    next_step = record(noise=lambda seeds, step: drawn(seeds, step + 1), means=means)
+    other = follows_seed(next_step.step(1))
     assert same.tolist() == pytest.approx([1] * SAMPLES, abs=1e-5 if means else 0.1)
     assert other.tolist() == pytest.approx([0] * SAMPLES, abs=0.1)
 

@@ -42,13 +42,8 @@ def by_hand(image: np.ndarray) -> list[float]:
             edges += (abs(down - luma[y, x]) + abs(right - luma[y, x])) / 2
             detail += (luma[y, x] - (up + down + left + right) / 4) ** 2
     number = height * width
-    return [
-        luma.mean(),
-        float(np.mean(saturation)),
-        luma.std(),
-        edges / number,
-        (detail / number) ** 0.5,
-    ]
+    sharp = [edges / number, (detail / number) ** 0.5]
+    return [luma.mean(), float(np.mean(saturation)), luma.std(), *sharp]
 
 
 def test_statistics_of_a_picture() -> None:
@@ -118,14 +113,9 @@ def test_the_base_has_eight_prompts() -> None:
     """Steps of one and seven prompts are one base: their pictures are taken together."""
     rng = np.random.default_rng(5)
     levels = [rng.normal(loc, 1.0, count) for loc, count in ((0, 100), (3, 700), (9, 100))]
-    rows = [
-        {
-            "pictures/contrast": float(found.mean()),
-            "pictures/contrast_std": float(found.std()),
-            "pictures/prompts": len(found) / 100,
-        }
-        for found in levels
-    ]
+    names = ("pictures/contrast", "pictures/contrast_std", "pictures/prompts")
+    numbers = [(found.mean(), found.std(), len(found) / 100) for found in levels]
+    rows = [dict(zip(names, map(float, row), strict=True)) for row in numbers]
     watch = PictureWatch()
     assert [watch.compare(row) for row in rows[:2]] == [{}, {}]
     together = np.concatenate(levels[:2])
@@ -214,11 +204,12 @@ def test_a_clean_run_is_not_warned() -> None:
 
 
 def test_the_message_says_what_has_moved() -> None:
-    monitor = HealthMonitor(RolloutCorrectionConfig(), window=1)
+    monitor = HealthMonitor(RolloutCorrectionConfig())
     first = json.loads(CLEAN.read_text().splitlines()[0])
     monitor.update(1, first | monitor.compare(first))
     later = first | {"pictures/saturation": 0.9, "reward/mean": first["reward/mean"] + 0.3}
-    (message,) = monitor.update(2, later | monitor.compare(later))
+    row = later | monitor.compare(later)
+    (message,) = [text for step in range(2, 7) for text in monitor.update(step, row)]
     assert message.startswith("pictures/drift is ")
     assert "pictures/saturation has moved most" in message
     assert "actor.use_kl_loss=true" in message

@@ -26,9 +26,7 @@ def observation(difference: Tensor, kept: Tensor | None = None, **fields: Any) -
         "step_mask": torch.ones_like(difference, dtype=torch.bool),
         "keep_mask": torch.ones_like(difference, dtype=torch.bool) if kept is None else kept,
         "cells": torch.arange(difference.shape[1]).expand(rows, -1),
-        "weights": None,
         "step_kl": None,
         "num_elements": 10,
-        "updated": False,
     }
     return Decision(**given | fields)

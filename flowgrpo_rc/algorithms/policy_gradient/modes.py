@@ -73,9 +73,7 @@ class Bypass(PolicyGradient):
             seen.log_probs,
             self.policy.cells(seen.piece),
             seen.terms.keep_mask,
-            seen.terms.weights,
             None if seen.gaussian is None else seen.gaussian.kl,
-            updated=updated,
         )
 
     def _decide(self, piece: Any, now: Evaluation, updates: int) -> Any:
@@ -173,7 +171,6 @@ class Decoupled(PolicyGradient):
             old.log_probs,
             self.policy.cells(batch),
             batch.rejection_mask,
-            batch.rollout_is_weights,
             old.step_kl,
         )
         return batch
