@@ -1,4 +1,4 @@
-"""Line charts of the pages: the data that page.js hands to uPlot, and some values as a table.
+"""Line charts of the pages: the data that page.js hands to uPlot.
 
 The data stand in the page as JSON, beside their chart, so that a page needs no other file.
 """
@@ -12,14 +12,17 @@ from functools import cached_property
 from typing import Any
 
 _MAX_POINTS = 1000  # of a line; more are thinned
-_TABLE_ROWS = 16
-_FEW = 12  # points; the table shows all of a line that has no more
 _CONSTANT = 1e-6  # of its size, by which a line must move to be drawn
 _LEAST_SMOOTHED = 20  # points; a shorter line is drawn as it is
 _WINDOWS = 15  # of a line, that its smoothed values are means of
 _WIDEST = 101  # points of a window
 
 Points = Sequence[tuple[float, float | None]]
+
+
+def known(points: Points) -> list[float]:
+    """Returns the finite values of a line."""
+    return [y for _, y in points if y is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +42,10 @@ class Series:
     color: int | None = None
     faint: bool = False
 
-    def values(self) -> list[float]:
-        """Returns the finite values."""
-        return [y for _, y in self.points if y is not None]
-
     @property
     def moves(self) -> bool:
         """Whether the line is not level."""
-        values = self.values()
+        values = known(self.points)
         low, high = min(values, default=0.0), max(values, default=0.0)
         return high - low > _CONSTANT * max(abs(low), abs(high))
 
@@ -84,7 +83,7 @@ class Chart:
             ]
             color = index if line.color is None else line.color
             lines.append(replace(line, points=points, color=color % 4))
-        return [line for line in lines if line.values()]
+        return [line for line in lines if known(line.points)]
 
     @property
     def moves(self) -> bool:
@@ -93,13 +92,14 @@ class Chart:
 
     def level(self) -> str:
         """Returns the values of a chart that does not move in words."""
-        if not self.lines:
+        lines = self.lines
+        if not lines:
             return "no value above zero" if self.log_y else "no finite value"
-        words = [shown(line.values()[0]) for line in self.lines]
-        if len(self.lines) > 1:
-            words = [f"{line.name} {word}" for line, word in zip(self.lines, words, strict=True)]
-        points = max(len(line.values()) for line in self.lines)
-        first = self.lines[0].points[0][0]
+        names = [f"{line.name} " if len(lines) > 1 else "" for line in lines]
+        values = [known(line.points) for line in lines]
+        words = [name + shown(found[0]) for name, found in zip(names, values, strict=True)]
+        points = max(map(len, values))
+        first = lines[0].points[0][0]
         where = f"all {points} {self.x_name}s" if points > 1 else f"{self.x_name} {first:.10g}"
         return f"{', '.join(words)}, at {where}"
 
@@ -116,17 +116,6 @@ class Chart:
         axes = {"x": self.x_name, "log": self.log_y, "thresholds": list(self.thresholds)}
         return {**axes, "series": series, "tables": tables}
 
-    def table(self) -> dict[str, Any]:
-        """Returns some of the values, by x: first, last, and evenly between."""
-        columns = [dict(line.points) for line in self.lines]
-        places = sorted({x for column in columns for x in column})
-        count = min(_TABLE_ROWS, len(places))
-        chosen = {places[round(i * (len(places) - 1) / max(1, count - 1))] for i in range(count)}
-        for column in columns:
-            chosen |= column.keys() if len(column) <= _FEW else set()
-        rows = [(x, [_cell(column, x) for column in columns]) for x in sorted(chosen)]
-        return {"rows": rows, "places": len(places)}
-
 
 def smoothed(line: Series, color: int | None = None) -> list[Series]:
     """Returns a line behind its centred means; a short or a level line alone."""
@@ -137,8 +126,8 @@ def smoothed(line: Series, color: int | None = None) -> list[Series]:
     means = []
     for place, (x, _) in enumerate(line.points):
         window = line.points[max(0, place - half) : place + half + 1]
-        known = [y for _, y in window if y is not None]
-        means.append((x, sum(known) / len(known) if known else None))
+        values = known(window)
+        means.append((x, sum(values) / len(values) if values else None))
     raw = replace(line, name=f"{line.name}, each step", color=color, faint=True)
     return [raw, replace(line, points=means, color=color)]
 
@@ -162,10 +151,3 @@ def _thinned(points: Points) -> Points:
         finite = [(y, x) for x, y in stretch if y is not None]
         kept |= {(x, y) for y, x in (min(finite), max(finite))} if finite else {stretch[0]}
     return sorted(kept, key=lambda point: point[0])
-
-
-def _cell(column: dict[float, float | None], x: float) -> str:
-    value = column.get(x)
-    if value is None:
-        return "not finite" if x in column else ""
-    return shown(value)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.report import folder as files
-from flowgrpo_rc.report.charts import Chart, Points, Series, shown, smoothed
-from flowgrpo_rc.report.correction import mean_by_timestep
+from flowgrpo_rc.report.charts import Chart, Points, Series, known, shown, smoothed
+from flowgrpo_rc.report.correction import mean_by_timestep, timestep_chart
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
 from flowgrpo_rc.report.series import Row, distinct, ends, metric_points, phases
@@ -93,30 +94,24 @@ def _read(folders: Sequence[Path]) -> list[ComparedRun]:
     runs = []
     for title, folder, config, own in zip(titles, folders, configs, rows, strict=True):
         with blaming(f"{folder}: config.yaml or environment.json"):
-            known = facts(config, files.environment(folder), own)
-        runs.append(ComparedRun(title, folder, own, dict(files.leaves(config)), known))
+            told = facts(config, files.environment(folder), own)
+        runs.append(ComparedRun(title, folder, own, dict(files.leaves(config)), told))
     return runs
 
 
 def _outcome(runs: Sequence[ComparedRun]) -> str:
     last = [(run.name, ends(run.rows, "val/reward")) for run in runs]
-    known = [f"{name} {pair[1]:.4f}" for name, pair in last if pair is not None]
-    return f"Last held-out reward: {', '.join(known)}" if known else "No held-out reward yet"
+    told = [f"{name} {pair[1]:.4f}" for name, pair in last if pair is not None]
+    return f"Last held-out reward: {', '.join(told)}" if told else "No held-out reward yet"
 
 
 def _caveat(runs: Sequence[ComparedRun]) -> str:
-    """Warns if the runs were not evaluated alike."""
     keys = [key for key, *_ in _differences(runs) if key.startswith(_EVALUATION)]
-    if not keys:
-        return ""
-    return (
-        f"The runs were not evaluated alike ({', '.join(keys)}): their held-out numbers say "
-        "nothing about each other."
-    )
+    told = f"The runs were not evaluated alike ({', '.join(keys)}): their held-out numbers say "
+    return f"{told}nothing about each other." if keys else ""
 
 
 def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:
-    """Returns held-out scores and other summary numbers, with one column for each run."""
     scores = sorted({name for run in runs for name in distinct(run.rows, "val/", "val/reward")})
     scores.sort(key=lambda name: name != "val/reward")
     rows = []
@@ -138,7 +133,6 @@ def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:
 
 
 def _differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
-    """Returns the keys whose values differ, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     found = [[key, *(run.settings.get(key, _ABSENT) for run in runs)] for key in keys]
     return [row for row in found if len(set(row[1:])) > 1]
@@ -166,12 +160,9 @@ def _last_samples(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def _rewards(runs: Sequence[ComparedRun]) -> list[Chart]:
-    """Returns the rewards of all runs: held-out, training, and their parts."""
-    names: set[str] = set()
-    for run in runs:
-        names |= set(distinct(run.rows, "val/", "val/reward")[1:])
-        names |= set(distinct(run.rows, "reward/", "reward/mean")[1:])
-    others = [name for name in sorted(names) if not name.endswith("failed_fraction")]
+    wholes = (("val/", "val/reward"), ("reward/", "reward/mean"))
+    parts = {name for run in runs for whole in wholes for name in distinct(run.rows, *whole)[1:]}
+    others = [name for name in sorted(parts) if not name.endswith("failed_fraction")]
     return [
         _overlay(runs, "Held-out reward", "val/reward", word="reward"),
         _overlay(runs, "Training reward", "reward/mean", word="reward"),
@@ -181,21 +172,13 @@ def _rewards(runs: Sequence[ComparedRun]) -> list[Chart]:
 
 def _by_timestep(runs: Sequence[ComparedRun]) -> list[Chart]:
     series = [Series(name=run.name, points=mean_by_timestep(run.rows)) for run in runs]
-    chart = Chart(
-        title="Difference by timestep",
-        series=series,
-        note="mean over steps",
-        x_name="timestep",
-        log_y=True,
-        word="timestep",
-    )
-    return [chart] if any(line.points for line in series) else []
+    found = any(line.points for line in series)
+    return [timestep_chart(series, "mean over steps")] if found else []
 
 
 def _overlays(
     runs: Sequence[ComparedRun], table: Sequence[tuple[str, str, str, bool]]
 ) -> list[Chart]:
-    """Returns the charts of a table whose metrics some run has."""
     return [
         _overlay(runs, title, name, word=word, log_y=log_y)
         for title, word, name, log_y in table
@@ -215,5 +198,5 @@ def _overlay(
 
 
 def _mean(points: Points) -> str:
-    values = [value for _, value in points if value is not None]
-    return shown(float(f"{sum(values) / len(values):.3g}")) if values else _ABSENT
+    values = known(points)
+    return shown(float(f"{fmean(values):.3g}")) if values else _ABSENT

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.monitoring.health import FAULT, MOST_CLIPPED
+from flowgrpo_rc.monitoring.health_rules import FAULT, MOST_CLIPPED
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import in_words
 from flowgrpo_rc.report.charts import Chart, Series, shown
-from flowgrpo_rc.report.folder import cut
 from flowgrpo_rc.report.series import Row, charts_of, clip_band, series_of
 
 # Title, its word, what the health check warns about, its thresholds, the metrics drawn.
@@ -74,19 +73,23 @@ def timesteps(rows: Sequence[Row]) -> tuple[Chart, dict[str, Any]] | str:
     if not any(value > 0 for _, value in points):
         return "The difference is exactly zero at every timestep."
     words, band = clip_band(rows)
-    chart = Chart(
+    series = [Series(name="mean over steps", points=means)]
+    series.append(Series(name="largest step", points=points))
+    note = f"absolute, rollout against training, before the first update{words}"
+    return timestep_chart(series, note, band), _heat_map(found, [t for t, _ in means])
+
+
+def timestep_chart(series: Sequence[Series], note: str, band: Sequence[float] = ()) -> Chart:
+    """Returns the chart of differences over timesteps."""
+    return Chart(
         title="Difference by timestep",
-        series=[
-            Series(name="mean over steps", points=means),
-            Series(name="largest step", points=points),
-        ],
-        note=f"absolute, rollout against training, before the first update{words}",
+        series=series,
+        note=note,
         x_name="timestep",
         log_y=True,
         thresholds=band,
         word="timestep",
     )
-    return chart, _heat_map(found, [t for t, _ in means])
 
 
 def _heat_map(found: Mapping[int, Mapping[int, float]], levels: Sequence[int]) -> dict[str, Any]:
@@ -168,6 +171,6 @@ def _card(run_dir: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "heading": f"Step {row['step']}, {where}",
         "lines": lines,
-        "texts": [cut(text) for text in (row["prompt"], row.get("text")) if text],
+        "texts": [text for text in (row["prompt"], row.get("text")) if text],
         "picture": picture.read_bytes() if picture.is_file() else None,
     }

@@ -48,7 +48,6 @@ def facts(
 
 
 def _split(value: Any) -> list[str]:
-    """Returns the parts of a list, or of a text with commas."""
     parts = value if isinstance(value, list) else str(value or "").split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
 

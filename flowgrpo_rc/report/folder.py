@@ -9,11 +9,11 @@ from typing import Any
 
 from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
+from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.run_folder import flat_settings
 from flowgrpo_rc.records.samples import png_bytes, read_grid
 from flowgrpo_rc.redaction import redact
-
-_MAX_TEXT = 1000  # characters of a prompt or a response
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -52,15 +52,12 @@ def title(run_dir: Path, config: Mapping[str, Any]) -> str:
     return str(setting(config, "trainer.experiment_name") or run_dir.resolve().name)
 
 
-def leaves(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+def leaves(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the leaves of a tree of mappings, with dotted names and values as text."""
-    if isinstance(value, Mapping):
-        return [
-            row
-            for key, item in value.items()
-            for row in leaves(item, f"{prefix}.{key}" if prefix else str(key))
-        ]
-    return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
+    return [
+        (name, " ".join(map(str, value)) if isinstance(value, list) else str(value))
+        for name, value in flat_settings(tree).items()
+    ]
 
 
 def health(run_dir: Path) -> list[tuple[str, str]]:
@@ -107,52 +104,40 @@ def side_by_side(files: Sequence[tuple[str, Path]], heading: str = "") -> dict[s
     subjects = [[tile.subject for tile in tiles] for tiles in grids]
     if not subjects[0] or any(each != subjects[0] for each in subjects):
         return {"grids": [(label, path.read_bytes()) for label, path in files]}
-    labels = [label for label, _ in files]
     stacks = []
     for stack in zip(*grids, strict=True):
         pictures = [
             (f"{label}: {tile.score}", png_bytes(tile.image))
-            for label, tile in zip(labels, stack, strict=True)
+            for (label, _), tile in zip(files, stack, strict=True)
         ]
         stacks.append((stack[0].subject, pictures))
     return {"stacks": stacks}
 
 
-def cut(text: str | None) -> str:
-    """Cuts a text that would make a page unreadable; the file has all of it."""
-    text = text or ""
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
-
-
 def checkpoints(run_dir: Path) -> list[tuple[str, str]]:
     """Returns checkpoints and exported weights with their sizes."""
-    # A checkpoint that is not complete has another name.
-    found = (run_dir / "checkpoints").glob("step_*")
-    folders = [path for path in found if re.fullmatch(r"step_\d+", path.name)]
-    folders.sort(key=lambda path: int(path.name.removeprefix("step_")))
     rows = []
-    for folder in (*folders, run_dir / "lora"):
+    for folder in (*list_checkpoints(run_dir / "checkpoints"), run_dir / "lora"):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         if folder.is_dir():
             rows.append((str(folder.relative_to(run_dir)), f"{size / 2**20:.1f} MiB"))
     return rows
 
 
-def _responses(files: Sequence[tuple[str, Path]]) -> tuple[list[str], list[list[str]]]:
+def _responses(files: Sequence[tuple[str, Path]]) -> tuple[list[str], list[list[str | None]]]:
     """Returns names and rows of a table of responses, from label and file of each evaluation."""
     columns = [_by_prompt(path) for _, path in files]
     names = ["prompt", "target", *(name for label, _ in files for name in (label, "score"))]
-    rows = []
-    for prompt in columns[0]:
+    rows = [
+        [*prompt, *(cell for column in columns for cell in column[prompt])]
+        for prompt in columns[0]
         # Evaluations on other numbers of processes may show other prompts.
-        if all(prompt in column for column in columns):
-            cells = [*prompt, *(cell for column in columns for cell in column[prompt])]
-            rows.append([cut(cell) for cell in cells])
+        if all(prompt in column for column in columns)
+    ]
     return names, rows
 
 
 def _by_prompt(path: Path) -> dict[tuple[str, str | None], tuple[str, str]]:
-    """Returns response and score by prompt and target."""
     found = {}
     with blaming(path):
         for line in path.read_text(encoding="utf-8").split("\n"):

@@ -6,6 +6,7 @@
   const MOST_DOTS = 30; // of a line; more are not drawn as dots
   const LABEL_FONT = "12px ui-monospace, monospace";
   const LABEL_WIDTH = 7.3; // of a letter in that font
+  const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5].flatMap((power) => [power, 2 * power, 5 * power]); // between steps
   const root = document.documentElement;
   const resetButton = document.querySelector(".reset");
   const zooms = new Map(); // name of an axis -> [lower, upper], while it is zoomed
@@ -30,50 +31,13 @@
     return String(Number(value.toFixed(Math.min(9, Math.max(0, decimals)))));
   }
 
-  function tickLabels(ticks, log) {
+  // As many decimals as tell ticks apart. uPlot leaves some ticks of a logarithmic axis out.
+  function tickLabels(ticks, increment, log) {
     const largest = Math.max(...ticks.map(Math.abs));
-    if (log || largest < 1e-3 || largest >= 1e6) return ticks.map((tick) => formatted(tick));
-    const step = ticks.length > 1 ? ticks[1] - ticks[0] : largest;
-    const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-    return ticks.map((tick) => (Math.abs(tick) < step / 2 ? "0" : tick.toFixed(decimals)));
-  }
-
-  function niceStep(rough) {
-    const magnitude = 10 ** Math.floor(Math.log10(rough));
-    return magnitude * [1, 2, 5, 10].find((factor) => factor * magnitude >= rough * (1 - 1e-9));
-  }
-
-  function linearTicks(lower, upper, count) {
-    const step = niceStep((upper - lower) / count);
-    const first = Math.ceil(lower / step - 1e-9);
-    const number = Math.floor(upper / step + 1e-9) - first + 1;
-    return Array.from({ length: number }, (_, i) => (first + i) * step);
-  }
-
-  // Powers of ten for many decades, 1, 2 and 5 for a few, round numbers within one.
-  function logTicks(lower, upper, count) {
-    const decades = Math.log10(upper / lower);
-    if (decades < 0.7) return linearTicks(lower, upper, 3);
-    const first = Math.floor(Math.log10(lower));
-    const last = Math.ceil(Math.log10(upper));
-    const factors = decades < 1.6 ? [1, 2, 5] : decades < 3 ? [1, 3] : [1];
-    const every = Math.ceil(decades / count);
-    const ticks = [];
-    for (let power = first; power <= last; power += every)
-      for (const factor of factors) ticks.push(factor * 10 ** power);
-    return ticks.filter((tick) => tick >= lower * (1 - 1e-9) && tick <= upper * (1 + 1e-9));
-  }
-
-  function padded(lower, upper, log) {
-    if (lower === null) return log ? [0.1, 1] : [0, 1];
-    if (log) return lower === upper ? [lower / 2, upper * 2] : [lower / 1.12, upper * 1.12];
-    // A line that hardly moves is drawn as one, and labels stay short.
-    const least = 2e-4 * Math.max(Math.abs(lower), Math.abs(upper)) || 1e-9;
-    const pad = Math.max(0.06 * (upper - lower), (least - (upper - lower)) / 2);
-    // Shares and sizes keep the ends that they cannot pass: 0, and 1 where they come near it.
-    const low = lower >= 0 && (lower - pad < 0 || lower < 0.3 * upper) ? 0 : lower - pad;
-    const high = upper <= 1 && upper + pad > 1 ? 1 : upper + pad;
-    return [low, high];
+    if (log || largest < 1e-3 || largest >= 1e6)
+      return ticks.map((tick) => (tick === null ? "" : formatted(tick)));
+    const decimals = (String(increment).split(".")[1] ?? "").length;
+    return ticks.map((tick) => (tick === 0 ? "0" : tick.toFixed(decimals)));
   }
 
   function drawThresholds(u, bounds) {
@@ -176,12 +140,6 @@
       ticks: { show: false },
       gap: 6,
     };
-    const yTicks = (u, _, lower, upper) =>
-      spec.log ? logTicks(lower, upper, 5) : linearTicks(lower, upper, height > 220 ? 6 : 5);
-    const xTicks = (u, _, lower, upper) => {
-      const ticks = linearTicks(lower, upper, Math.min(10, Math.max(2, u.bbox.width / devicePixelRatio / 90)));
-      return ticks.filter(Number.isInteger);
-    };
     return {
       width,
       height,
@@ -189,18 +147,13 @@
       legend: { show: false },
       scales: {
         x: { time: false, range: (u, lower, upper) => [lower, upper] },
-        y: {
-          distr: spec.log ? 3 : 1,
-          range: (u, lower, upper) => padded(lower, upper, spec.log),
-        },
+        y: { distr: spec.log ? 3 : 1 },
       },
       axes: [
-        { ...axis, size: 26, splits: xTicks, values: (u, ticks) => ticks.map(String), grid: { show: false } },
+        { ...axis, size: 26, space: 90, incrs: WHOLE, values: (u, ticks) => ticks.map(String), grid: { show: false } },
         {
           ...axis,
-          splits: yTicks,
-          filter: (u, ticks) => ticks,
-          values: (u, ticks) => tickLabels(ticks, spec.log),
+          values: (u, ticks, place, space, increment) => tickLabels(ticks, increment, spec.log),
           size: (u, labels) => 14 + LABEL_WIDTH * Math.max(2, ...(labels ?? []).map((label) => label.length)),
         },
       ],

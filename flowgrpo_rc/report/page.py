@@ -13,9 +13,8 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from flowgrpo_rc.report.charts import shown
-
 _FOLDER = Path(__file__).parent
+_MAX_TEXT = 1000  # characters of a cell, a prompt or a response
 
 
 def render(template: str, *, title: str, **content: Any) -> str:
@@ -61,7 +60,7 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"breakable": _breakable, "shown": shown, "data_uri": _data_uri}
+    found.filters |= {"breakable": _breakable, "data_uri": _data_uri, "short": _short}
     found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return found
 
@@ -71,7 +70,6 @@ def _read(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """Returns a script's name in a Content-Security-Policy."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
@@ -79,6 +77,12 @@ def _hash(script: str) -> str:
 def _breakable(text: str) -> Markup:
     """Escapes a text, and lets long names break behind their dots, slashes and the like alone."""
     return Markup(re.sub(r"(?<=[A-Za-z])([_/.=-])(?=[A-Za-z])", r"\1<wbr>", str(escape(text))))
+
+
+def _short(text: Any) -> str:
+    """Cuts a text that would make the page unreadable; the file has all of it."""
+    text = "" if text is None else str(text)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def _data_uri(png: bytes) -> str:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import yaml
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.report import correction, folder, suites
-from flowgrpo_rc.report.charts import Chart, Series, smoothed
+from flowgrpo_rc.report.charts import Chart, Series, known, smoothed
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
 from flowgrpo_rc.report.series import Row, charts_of, distinct, ends, phases, points_of
@@ -45,7 +46,7 @@ def write_report(run_dir: Path) -> Path:
     config = folder.config(run_dir)
     environment = folder.environment(run_dir)
     with blaming(f"{run_dir}: config.yaml or environment.json"):
-        known = facts(config, environment, rows)
+        told = facts(config, environment, rows)
     outcome, progress = _outcome(rows, folder.setting(config, "trainer.total_training_steps"))
     reward, rewards = _rewards(rows)
     page = render(
@@ -53,7 +54,7 @@ def write_report(run_dir: Path) -> Path:
         title=folder.title(run_dir, config),
         outcome=outcome,
         progress=progress,
-        facts=known,
+        facts=told,
         tiles=_tiles(rows),
         samples=folder.first_and_last_samples(run_dir),
         reward=reward,
@@ -76,12 +77,11 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
-    """Returns the result in one sentence, and how far the run came."""
     steps = rows[-1]["step"] if rows else 0
     progress = f"Training steps: {steps}"
     if total_steps not in (None, steps):
         progress += f" of {total_steps}"
-    evaluations = [value for _, value in points_of(rows, "val/reward") if value is not None]
+    evaluations = known(points_of(rows, "val/reward"))
     if len(evaluations) > 1:
         return f"Held-out reward {_change(evaluations[0], evaluations[-1])}", progress
     outcome = "Not evaluated yet"
@@ -98,7 +98,6 @@ def _change(first: float, last: float) -> str:
 
 
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Returns names and values of the numbers that a reader asks first."""
     tiles = []
     for name in distinct(rows, "val/", "val/reward"):
         pair = ends(rows, name)
@@ -106,20 +105,16 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:
             first, last = pair
             text = f"{first:.3f} \u2192 {last:.3f}" if first != last else f"{last:.3f}"
             tiles.append((f"held-out {name.removeprefix('val/')}", text))
-    speeds = [value for _, value in points_of(rows, "perf/samples_per_second") if value is not None]
-    memory = [value for _, value in points_of(rows, "perf/peak_memory_gib") if value is not None]
-    seconds = sum(phases(rows).values())
-    if speeds:
-        tiles.append(("training samples per second", f"{sum(speeds) / len(speeds):.1f}"))
-    if memory:
+    if speeds := known(points_of(rows, "perf/samples_per_second")):
+        tiles.append(("training samples per second", f"{fmean(speeds):.1f}"))
+    if memory := known(points_of(rows, "perf/peak_memory_gib")):
         tiles.append(("peak memory, GiB", f"{max(memory):.2f}"))
-    if seconds:
+    if seconds := sum(phases(rows).values()):
         tiles.append(("measured time", _duration(seconds)))
     return tiles
 
 
 def _rewards(rows: Sequence[Row]) -> tuple[Chart, list[Chart]]:
-    """Returns the chart of the mean reward, and those of its parts and of responses."""
     training = Series(name="training", points=points_of(rows, "reward/mean"))
     held_out = Series(name="held-out", points=points_of(rows, "val/reward"), color=1)
     lines = [*smoothed(training, color=0), held_out]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowgrpo_rc.monitoring.health import correction_metric_name
-from flowgrpo_rc.report.charts import Chart, Points, Series
+from flowgrpo_rc.report.charts import Chart, Points, Series, known
 
 Row = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ def charts_of(table: str, rows: Sequence[Row]) -> list[Chart]:
 
 def ends(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
     """Returns the first and the last finite value of a metric; None if there is none."""
-    values = [value for _, value in points_of(rows, name) if value is not None]
+    values = known(points_of(rows, name))
     return (values[0], values[-1]) if values else None
 
 
@@ -53,7 +53,7 @@ def distinct(rows: Sequence[Row], prefix: str, first: str) -> list[str]:
 
     A run with one reward reports that reward's values twice.
     """
-    others = [name for name in _names(rows, prefix) if name != first]
+    others = [name for name in names_below(rows, prefix) if name != first]
     return [first, *(name for name in others if points_of(rows, name) != points_of(rows, first))]
 
 
@@ -73,12 +73,12 @@ def phases(rows: Sequence[Row]) -> dict[str, float]:
     """Returns seconds by phase over the run, without `step` and `total`, which sum up others."""
     sums = {
         name.removeprefix("timing_s/"): sum(value or 0.0 for _, value in points_of(rows, name))
-        for name in _names(rows, "timing_s/")
+        for name in names_below(rows, "timing_s/")
     }
     return {name: seconds for name, seconds in sums.items() if name not in ("step", "total")}
 
 
-def _names(rows: Sequence[Row], prefix: str) -> list[str]:
+def names_below(rows: Sequence[Row], prefix: str) -> list[str]:
     """Returns the names below a prefix that some row has, sorted."""
     names = {name for row in rows for name in row}
     return sorted(name for name in names if name.startswith(prefix))

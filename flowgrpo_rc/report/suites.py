@@ -11,48 +11,40 @@ from flowgrpo_rc.evaluation.intervals import Estimate, PolicyComparison
 from flowgrpo_rc.records.suite_files import BASE, TUNED, read_suite_results, sample_stem
 from flowgrpo_rc.report.charts import Chart, Series
 from flowgrpo_rc.report.folder import side_by_side
-from flowgrpo_rc.report.series import Row, points_of
+from flowgrpo_rc.report.series import Row, names_below, points_of
 
 _LABELS = {BASE: "base model", TUNED: "with LoRA"}
 _CHANGE = "/change"
 _PREFIX = "suite/"
-# Metric of a chart's line, by the line's name.
-_LINES = {"change": "", "interval, low": "_low", "interval, high": "_high"}
+# Name of a chart's line, and how the metric of it ends.
+_LINES = (("change", ""), ("interval, low", "_low"), ("interval, high", "_high"))
 
 
 def results(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns title, rows and samples of each suite that was evaluated."""
+    """Returns each suite that was evaluated, with the rows of its table and its samples."""
     folder = run_dir / "suites"
-    found = []
-    for result in read_suite_results(folder):
-        title = (
-            f"Suite {result.name}: {result.prompts} prompts, {result.seeds} samples of each, the "
-            "same noises for both. Intervals of 95% over prompts."
-        )
-        comparisons = [*result.comparisons.items(), *result.groups.items()]
-        rows = [_row(name, comparison) for name, comparison in comparisons]
-        samples = _samples(folder, result.name)
-        found.append({"title": title, "rows": rows, "samples": samples})
-    return found
+    return [
+        {
+            "result": found,
+            "rows": [_row(*one) for one in (*found.comparisons.items(), *found.groups.items())],
+            "samples": _samples(folder, found.name),
+        }
+        for found in read_suite_results(folder)
+    ]
 
 
 def curves(rows: Sequence[Row]) -> list[Chart]:
     """Returns the change to the base model over the training, a chart for each suite."""
-    names = {name for row in rows for name in row if name.startswith(_PREFIX)}
-    return [
-        Chart(
-            title=f"{name.removeprefix(_PREFIX).removesuffix(_CHANGE)}: change to the base model",
-            series=[
-                Series(name=line, points=points_of(rows, name + ending))
-                for line, ending in _LINES.items()
-            ],
-            note="dashed: no change; the interval is one of 95% over prompts",
-            thresholds=(0.0,),
-            word="suite",
-        )
-        for name in sorted(names)
-        if name.endswith(_CHANGE)
-    ]
+    charts = []
+    for name in names_below(rows, _PREFIX):
+        if name.endswith(_CHANGE):
+            suite = name.removeprefix(_PREFIX).removesuffix(_CHANGE)
+            lines = [Series(name=line, points=points_of(rows, name + e)) for line, e in _LINES]
+            note = "dashed: no change; the interval is one of 95% over prompts"
+            title = f"{suite}: change to the base model"
+            chart = Chart(title=title, series=lines, note=note, thresholds=(0.0,), word="suite")
+            charts.append(chart)
+    return charts
 
 
 def _row(name: str, found: PolicyComparison) -> list[str]:
@@ -72,7 +64,7 @@ def _row(name: str, found: PolicyComparison) -> list[str]:
 
 def _with_interval(estimate: Estimate) -> str:
     half = (estimate.high - estimate.low) / 2
-    return f"{estimate.mean:.4f}" if math.isnan(half) else f"{estimate.mean:.4f} \u00b1 {half:.4f}"
+    return f"{estimate.mean:.4f}" + ("" if math.isnan(half) else f" \u00b1 {half:.4f}")
 
 
 def _samples(folder: Path, name: str) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
-from support.report_pages import Page, chart_data, make_run, visible_text
+from support.report_pages import Page, chart_data, make_run, visible_text, write_rows
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.report.compare import write_comparison
@@ -17,10 +16,11 @@ SECTIONS = ["numbers", "samples", "settings", "reward", "correction", "update", 
 
 
 def small_run(folder: Path, rewards: list[float], settings: dict[str, object]) -> Path:
-    folder.mkdir(parents=True)
-    rows = [{"step": step, "val/reward": reward} for step, reward in enumerate(rewards)]
+    rows: list[dict[str, float]] = [
+        {"step": step, "val/reward": reward} for step, reward in enumerate(rewards)
+    ]
     rows[-1] |= {"rollout_corr/logprob_abs_diff_mean": 2e-4, "perf/samples_per_second": 4.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder, rows)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     return folder
 
@@ -34,21 +34,11 @@ def cells(page: str, section: str) -> list[list[str]]:
 
 def test_numbers_settings_and_curves_of_two_runs(tmp_path: Path) -> None:
     base = {"actor": {"lr": 0.1}, "data": {"val_files": "v.txt"}, "reward": {"api_key": "hunter2"}}
-    one = small_run(
-        tmp_path / "one",
-        [0.25, 0.5],
-        base | {"trainer": {"experiment_name": "a", "output_dir": "x"}},
-    )
-    other = base | {
-        "actor": {"lr": 0.2},
-        "rollout": {"dtype": "fp32"},
-        "reward": {"api_key": "hunter3"},
-    }
-    two = small_run(
-        tmp_path / "two",
-        [0.25, 0.75],
-        other | {"trainer": {"experiment_name": "b", "output_dir": "y"}},
-    )
+    base |= {"trainer": {"experiment_name": "a", "output_dir": "x"}}
+    other = {"actor": {"lr": 0.2}, "rollout": {"dtype": "fp32"}, "reward": {"api_key": "hunter3"}}
+    other |= {"trainer": {"experiment_name": "b", "output_dir": "y"}}
+    one = small_run(tmp_path / "one", [0.25, 0.5], base)
+    two = small_run(tmp_path / "two", [0.25, 0.75], base | other)
     page = write_comparison([one, two], tmp_path / "out" / "page.html").read_text()
     assert [name for name in Page(page).ids if not name.startswith("word-")] == SECTIONS
     assert cells(page, "settings") == [
@@ -70,9 +60,9 @@ def test_numbers_settings_and_curves_of_two_runs(tmp_path: Path) -> None:
 def test_a_run_without_a_metric_leaves_the_others_colour_alone(tmp_path: Path) -> None:
     one = small_run(tmp_path / "one", [0.25, 0.5], {})
     two = small_run(tmp_path / "two", [0.25, 0.5], {})
-    (one / "metrics.jsonl").write_text('{"step": 0, "val/reward": 0.3}\n')
-    rows = [{"step": step, "rollout_corr/logprob_abs_diff_mean": step * 1e-4} for step in (1, 2)]
-    (two / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(one, [{"step": 0, "val/reward": 0.3}])
+    name = "rollout_corr/logprob_abs_diff_mean"
+    write_rows(two, [{"step": step, name: step * 1e-4} for step in (1, 2)])
     page = write_comparison([one, two], tmp_path / "page.html").read_text()
     (line,) = chart_data(page, "Mismatch before the first update")["series"]
     assert line == {"name": "two", "color": 1, "faint": False}

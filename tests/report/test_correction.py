@@ -1,27 +1,22 @@
-"""The report's section on the correction."""
+"""The report's section on the correction: differences by timestep, and the heat map."""
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import pytest
-from support.report_pages import chart_data
+from support.report_pages import chart_data, write_rows
 
 from flowgrpo_rc.report.run import write_report
+
+T900, T500 = (f"rollout_corr/logprob_abs_diff/ts_{t}" for t in (900, 500))
 
 
 @pytest.mark.parametrize("prefix", ["rollout_corr/", "actor/rollout_corr/"])
 def test_difference_by_timestep_is_the_mean_over_steps(tmp_path: Path, prefix: str) -> None:
-    rows = [
-        {"step": 1, f"{prefix}logprob_abs_diff/ts_750": 1e-5},
-        {
-            "step": 2,
-            f"{prefix}logprob_abs_diff/ts_750": 3e-5,
-            f"{prefix}logprob_abs_diff/ts_500": 5e-5,
-        },
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    early, late = (f"{prefix}logprob_abs_diff/ts_{t}" for t in (750, 500))
+    write_rows(tmp_path, [{"step": 1, early: 1e-5}, {"step": 2, early: 3e-5, late: 5e-5}])
     data = chart_data(write_report(tmp_path).read_text(), "Difference by timestep")
     assert [line["name"] for line in data["series"]] == ["mean over steps", "largest step"]
     assert data["tables"] == [[[500, 750], [5e-5, 2e-5]], [[500, 750], [5e-5, 3e-5]]]
@@ -32,19 +27,12 @@ def test_the_clip_band_is_drawn_in_the_range_of_the_mismatch(
     tmp_path: Path, over: float | None
 ) -> None:
     """The band is half the median, 2e-4, which is inside the range of the percentiles."""
-    row = {
-        f"rollout_corr/logprob_abs_diff_{part}": value
-        for part, value in (("p50", 1e-4), ("p99", 4e-4))
-    }
-    row |= {
-        "rollout_corr/logprob_abs_diff/ts_750": 5e-5,
-        "rollout_corr/logprob_abs_diff/ts_500": 5e-4,
-    }
-    row |= {} if over is None else {"rollout_corr/mismatch_over_clip": over}
-    rows = [
-        row | {"step": step, "rollout_corr/policy_drift_abs_mean": step * 3e-5} for step in (1, 2)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"logprob_abs_diff_p50": 1e-4, "logprob_abs_diff_p99": 4e-4}
+    row |= {"logprob_abs_diff/ts_750": 5e-5, "logprob_abs_diff/ts_500": 5e-4}
+    row |= {} if over is None else {"mismatch_over_clip": over}
+    row = {f"rollout_corr/{name}": value for name, value in row.items()}
+    moved = "rollout_corr/policy_drift_abs_mean"
+    write_rows(tmp_path, [row | {"step": step, moved: step * 3e-5} for step in (1, 2)])
     text = write_report(tmp_path).read_text()
     assert text.count("dashed: the clip band, 0.0002") == (2 if over else 0)
     for title in ("Noise floor", "Difference by timestep"):
@@ -52,3 +40,35 @@ def test_the_clip_band_is_drawn_in_the_range_of_the_mismatch(
     drift = chart_data(text, "Noise floor")
     assert drift["series"][2]["name"] == "policy_drift_abs_mean"
     assert drift["tables"][2] == [[1, 2], [3e-5, 6e-5]]
+
+
+def shades(page: str) -> dict[str, list[float | None]]:
+    """Reads the shades of a heat map back, by the name of the row; None if a cell is empty."""
+    table = page.split('<table class="heat">')[1].split("</table>")[0]
+    found = {}
+    for row in table.split("<tr>")[1:]:
+        cells = re.findall(r'<td(?: style="--v:([^"]+)")?></td>', row)
+        found[row.split("<th>")[1].split("<")[0]] = [float(v) if v else None for v in cells]
+    return found
+
+
+def test_the_mismatch_of_each_step_and_timestep_has_its_colour(tmp_path: Path) -> None:
+    """Values are powers of ten, so their colours are evenly spaced; one step lacks a timestep."""
+    rows = [{"step": 3, T900: 1e-6, T500: 1e-4}, {"step": 5, T900: 1e-5}, {"step": 6, T900: 0.0}]
+    page = write_report(write_rows(tmp_path, rows)).read_text()
+    # The earliest timestep, 900, is on top; zero has the lowest colour.
+    found = [("900", [0.0, None, 0.5, 0.0]), ("500", [1.0, None, None, None])]
+    assert list(shades(page).items()) == found
+    assert "1e-6<span></span>0.0001" in page
+    assert "steps 3 to 6" in page
+
+
+def test_long_runs_are_averaged_in_columns(tmp_path: Path) -> None:
+    values = dict.fromkeys(range(1, 241), 0.0001) | {101: 1e-2, 102: 3e-2}
+    rows = [{"step": step, T900: value} for step, value in values.items()]
+    page = write_report(write_rows(tmp_path, rows)).read_text()
+    (row,) = shades(page).values()
+    assert (len(row), row.index(1.0)) == (120, 50)
+    assert sum(value or 0 for value in row) == pytest.approx(1.0)
+    assert "columns are means of 2 steps" in page
+    assert "0.0001<span></span>0.02" in page

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.report_pages import chart_data, visible_text
+from support.report_pages import chart_data, visible_text, write_rows
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.evaluation.intervals import PolicyComparison, compare
@@ -35,9 +35,7 @@ def result(changes: Sequence[float], **groups: PolicyComparison) -> SuiteResult:
 
 def section(run: Path, rows: Sequence[dict[str, Any]] = ()) -> str:
     """Returns the section about suites of a run's report; empty without one."""
-    lines = (json.dumps(row) + "\n" for row in rows)
-    (run / "metrics.jsonl").write_text("".join(lines))
-    _, _, rest = write_report(run).read_text().partition('<section id="suites">')
+    _, _, rest = write_report(write_rows(run, rows)).read_text().partition('<section id="suites">')
     return rest.partition("</section>")[0]
 
 
@@ -116,10 +114,7 @@ def test_changes_over_the_training_are_drawn(tmp_path: Path) -> None:
         for step in (0, 20, 40)
     ]
     data = chart_data(section(tmp_path, [*rows, {"step": 41}]), "words: change to the base model")
-    assert [line["name"] for line in data["series"]] == [
-        "change",
-        "interval, low",
-        "interval, high",
-    ]
+    names = ["change", "interval, low", "interval, high"]
+    assert [line["name"] for line in data["series"]] == names
     assert data["thresholds"] == [0.0]
     assert data["tables"][2] == [[0, 20, 40], [0.1, -0.1, -0.3]]

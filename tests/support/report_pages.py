@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,15 @@ def visible_text(page: str) -> str:
     return "".join(Page(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)).text)
 
 
+def write_rows(
+    folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "metrics.jsonl"
+) -> Path:
+    """Writes a file with one JSON object a line into a run's folder; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 def metric_row(step: int, rng: np.random.Generator) -> dict[str, float]:
     noise = float(rng.normal())
     row = {
@@ -121,40 +131,30 @@ def metric_row(step: int, rng: np.random.Generator) -> dict[str, float]:
     return row | {f"actor/rollout_corr/{name}": value for name, value in correction.items()}
 
 
-def make_run(folder: Path, steps: int = 60) -> Path:
+def make_run(folder: Path) -> Path:
     rng = np.random.default_rng(0)
-    folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, float | None]] = [
         {"step": 0, "val/reward": 0.412, "val/ocr": 0.412, "val/ocr/exact": 0.11}
     ]
-    for step in range(1, steps + 1):
+    for step in range(1, 61):
         row: dict[str, float | None] = {"step": step, **metric_row(step, rng)}
         if step % 20 == 0:
             reward = 0.412 + 0.25 * (1 - math.exp(-step / 25))
             row |= {"val/reward": reward, "val/ocr": reward, "val/ocr/exact": reward - 0.3}
         rows.append(row)
     rows[7]["actor/pg_loss"] = None
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder, rows)
     images = rng.integers(0, 255, (8, 32, 64, 3), dtype=np.uint8)
     for step in (0, 20, 60):
-        save_grid(
-            folder / "samples" / f"step_{step:06d}.png",
-            images,
-            [f'"w{i}" 0.{step}' for i in range(8)],
-            columns=4,
-        )
+        captions = [f'"w{i}" 0.{step}' for i in range(8)]
+        save_grid(folder / "samples" / f"step_{step:06d}.png", images, captions)
     (folder / "config.yaml").write_text(
         "trainer:\n  experiment_name: ocr <b>bypass</b>\n  total_training_steps: 60\nmodel:\n  "
         "path: bundled\nreward:\n  remote:\n    api_key: hunter2\n    url: "
         "http://user:hunter3@host/score\ndata:\n  train_files: words.txt\n"
     )
-    environment = {
-        "python": "3.11",
-        "packages": {"torch": "2.13.0"},
-        "device": "cpu",
-        "command": ["train", "a_token=hunter4"],
-    }
-    environment["command"].append("reward.remote.api_key=hunter5")
+    command = ["train", "a_token=hunter4", "reward.remote.api_key=hunter5"]
+    environment = {"python": "3.11", "device": "cpu", "command": command}
     (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "health.jsonl").write_text(
         '{"step": 12, "message": "kl is 0.2 <script>alert(1)</script>"}\n'
@@ -182,4 +182,4 @@ def make_rejected(run: Path, images: np.ndarray) -> None:
         rows.append(row | {"reward": 0.25, "prompt": f"a sign {step}", "picture": name})
         text = {"prompt": "1+1=", "text": "<b>3</b>", "reward": None, "log_ratio": None}
         rows.append(row | text | {"reasons": broken})
-    (run / "rejected.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run, rows, "rejected.jsonl")
