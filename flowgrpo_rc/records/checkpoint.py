@@ -67,25 +67,18 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
       CheckpointError: the disk refuses, or weights, moments or averages are not finite.
     """
     final = folder / f"step_{checkpoint.step}"
-    weights = {s: group for s, group in checkpoint.tensors.items() if s.startswith(_FINITE)}
-    if broken := not_finite(weights):
-        raise CheckpointError(
-            f"step {checkpoint.step} is not saved: {len(broken)} tensors are not finite, the first "
-            f"is {broken[0]}"
-        )
+    if broken := _broken(checkpoint.tensors):
+        raise CheckpointError(f"step {checkpoint.step} is not saved: {broken}")
     partial = folder / f"{PARTIAL}{final.name}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for stem, tensors in checkpoint.tensors.items():
-            contiguous = {
-                name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
-            }
-            save_file(contiguous, partial / f"{stem}.safetensors")
+            plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(plain, partial / f"{stem}.safetensors")
         _write_json(partial / _STATE, {"step": checkpoint.step, **checkpoint.state})
-        _write_json(
-            partial / _MANIFEST, {path.name: _sha256(path) for path in sorted(partial.iterdir())}
-        )
+        sums = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
+        _write_json(partial / _MANIFEST, sums)
         # The rename may reach the disk before the files do, so these are synced first.
         for path in [*partial.iterdir(), partial]:
             _fsync(path)
@@ -133,10 +126,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     for name, digest in manifest.items():
         if not _PLAIN.fullmatch(name):
             raise _damaged(path, f"{_MANIFEST} names {name!r}, which is no name of a file here")
-        file = path / name
-        if not file.is_file():
+        if not (path / name).is_file():
             raise _damaged(path, f"{name} is missing")
-        if _sha256(file) != digest:
+        if _sha256(path / name) != digest:
             raise _damaged(path, f"{name} is damaged: its SHA-256 is not the one in {_MANIFEST}")
     if _STATE not in manifest:
         raise _damaged(path, f"{_MANIFEST} does not list {_STATE}")
@@ -163,11 +155,10 @@ def check_tensors(
             f"{len(different)} names differ, the first is {different[0]}"
         )
     for name, tensor in found.items():
-        here = _form(expected[name])
-        if _form(tensor) != here:
+        there, here = _form(tensor), _form(expected[name])
+        if there != here:
             raise CheckpointError(
-                f"{stem}.safetensors of the checkpoint: {name} is {_form(tensor)}, this run needs "
-                f"{here}"
+                f"{stem}.safetensors of the checkpoint: {name} is {there}, this run needs {here}"
             )
     return found
 
@@ -201,7 +192,6 @@ def _step_of(path: Path) -> int:
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
-    """Returns the mapping in a file of a checkpoint."""
     try:
         return read_mapping(path / name)
     except (FileNotFoundError, ValueError) as error:
@@ -209,15 +199,19 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _tensors(path: Path, stem: str) -> dict[str, Tensor]:
-    """Returns the tensors in a file of a checkpoint; weights and moments must be finite."""
     try:
         found = load_file(path / f"{stem}.safetensors")
     except SafetensorError as error:
         raise _damaged(path, f"{stem}.safetensors is damaged: {error}") from error
-    broken = not_finite({stem: found}) if stem.startswith(_FINITE) else []
-    if broken:
-        raise _damaged(path, f"{len(broken)} tensors are not finite, the first is {broken[0]}")
+    if broken := _broken({stem: found}):
+        raise _damaged(path, broken)
     return found
+
+
+def _broken(tensors: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """Returns what is wrong with weights, moments and averages, which have to be finite."""
+    found = not_finite({s: group for s, group in tensors.items() if s.startswith(_FINITE)})
+    return f"{len(found)} tensors are not finite, the first is {found[0]}" if found else ""
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -8,10 +8,19 @@ from dataclasses import dataclass, field
 from flowgrpo_rc.distributed.sharding import STRATEGIES
 from flowgrpo_rc.records.trackers import validate_loggers
 
-RESUME_MODES = ("auto", "disable")
-PRECISIONS = ("no", "bf16")
-DEVICES = ("auto", "cuda", "cpu")
 AUTO = "auto"
+_CHOICES = {
+    "resume_mode": (AUTO, "disable"),
+    "mixed_precision": ("no", "bf16"),
+    "device": (AUTO, "cuda", "cpu"),
+    "strategy": STRATEGIES,
+}
+_LEAST = {
+    "total_training_steps": 1,
+    "save_freq": 0,
+    "test_freq": -1,
+    "max_checkpoints_to_keep": 1,
+}
 
 
 @dataclass(kw_only=True)
@@ -80,42 +89,22 @@ class TrainerConfig:
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
-        named = {
-            "resume_mode": RESUME_MODES,
-            "mixed_precision": PRECISIONS,
-            "device": DEVICES,
-            "strategy": STRATEGIES,
-        }
-        for name, allowed in named.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"trainer.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}"
-                )
-        number = self.num_processes
-        if number != AUTO and not (isinstance(number, int) and number >= 1):
-            raise ValueError(
-                f"trainer.num_processes={number!r}: give {AUTO}, or a number of at least 1"
-            )
-        smallest = {
-            "total_training_steps": 1,
-            "save_freq": 0,
-            "test_freq": -1,
-            "max_checkpoints_to_keep": 1,
-        }
-        for name, least in smallest.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"trainer.{name}={getattr(self, name)}: give at least {least}")
-        if self.max_time is not None and not self.max_time > 0:
-            raise ValueError(
-                f"trainer.max_time={self.max_time}: give a number of seconds above 0, or null"
-            )
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(
-                f"trainer.timeout_s={self.timeout_s}: give a number of seconds above 0"
-            )
+        for name, allowed in _CHOICES.items():
+            self._check(name, getattr(self, name) in allowed, f"allowed are {', '.join(allowed)}")
+        for name, least in _LEAST.items():
+            self._check(name, getattr(self, name) >= least, f"give at least {least}")
+        number, seconds = self.num_processes, "give a number of seconds above 0"
+        some = number == AUTO or (isinstance(number, int) and number >= 1)
+        self._check("num_processes", some, f"give {AUTO}, or a number of at least 1")
+        self._check("max_time", self.max_time is None or self.max_time > 0, f"{seconds}, or null")
+        self._check("timeout_s", 0 < self.timeout_s < math.inf, seconds)
         if self.suites and self.test_freq == -1:
             raise ValueError(
-                f"trainer.suites={self.suites} has no effect with trainer.test_freq=-1, which is "
-                "no evaluation: drop it, or set trainer.test_freq to 0 or more"
+                f"trainer.suites={self.suites} has no effect with trainer.test_freq=-1: drop it or "
+                "set trainer.test_freq to 0 or more"
             )
         validate_loggers(self.logger)
+
+    def _check(self, name: str, good: bool, remedy: str) -> None:
+        if not good:
+            raise ValueError(f"trainer.{name}={getattr(self, name)!r}: {remedy}")

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -15,10 +15,13 @@ from rich.text import Text
 
 from flowgrpo_rc.evaluation.intervals import PolicyComparison
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 _STEPS_FOR_ETA = 20
+# Metric -> how the line of a step shows it.
+_SHOWN = {
+    "reward/mean": "  reward {:.3f}",
+    "val/reward": "  val {:.3f}",
+    "perf/samples_per_second": "  {:.1f} samples/s",
+}
 
 
 class Console:
@@ -52,23 +55,14 @@ class Console:
 
     def __enter__(self) -> Console:
         if self._show_steps and self._rich.is_terminal:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[now]}"),
-            )
+            numbers, bar = MofNCompleteColumn(), BarColumn(bar_width=None)
+            columns = (TextColumn("step"), numbers, bar, TextColumn("{task.fields[now]}"))
             self._progress = Progress(*columns, console=self._rich, expand=True)
             self._progress.add_task("train", total=self._total_steps, now="")
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -91,13 +85,10 @@ class Console:
         self._marks.append((step, time.monotonic()))
         self._last |= metrics
         if self._progress is None:
-            print(
-                f"step {step}/{self._total_steps}{self._summary(metrics)}{self._eta()}",
-                file=self._stream,
-                flush=True,
-            )
+            line = f"step {step}/{self._total_steps}{_summary(metrics)}{self._eta()}"
+            print(line, file=self._stream, flush=True)
         else:
-            now = f"{self._summary(self._last)}{self._eta()}".strip()
+            now = f"{_summary(self._last)}{self._eta()}".strip()
             self._progress.update(self._progress.task_ids[0], completed=step, now=now)
 
     def final_table(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
@@ -136,16 +127,6 @@ class Console:
         else:
             print(plain, file=self._stream, flush=True)
 
-    def _summary(self, metrics: Mapping[str, float]) -> str:
-        shown = {
-            "reward/mean": "reward {:.3f}",
-            "val/reward": "val {:.3f}",
-            "perf/samples_per_second": "{:.1f} samples/s",
-        }
-        return "".join(
-            f"  {text.format(metrics[name])}" for name, text in shown.items() if name in metrics
-        )
-
     def _eta(self) -> str:
         first_step, first_time = self._marks[0]
         step, now = self._marks[-1]
@@ -153,6 +134,10 @@ class Console:
             return ""
         seconds = (now - first_time) / (step - first_step) * (self._total_steps - step)
         return f"  eta {_duration(seconds)}"
+
+
+def _summary(metrics: Mapping[str, float]) -> str:
+    return "".join(text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics)
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

@@ -13,14 +13,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.files import write_atomic
 
-_COLUMNS = (
-    "seed",
-    "policy_version",
-    "advantages",
-    "rollout_log_probs",
-    "old_log_probs",
-    "rejection_mask",
-)
+_COLUMNS = "seed policy_version advantages rollout_log_probs old_log_probs rejection_mask"
 
 
 def write_bundle(
@@ -39,9 +32,9 @@ def write_bundle(
     content = {
         "step": step,
         "samples": {"slot": _plain(batch.group)}
-        | {name: _plain(getattr(batch, name)) for name in _COLUMNS},
+        | {name: _plain(getattr(batch, name)) for name in _COLUMNS.split()},
         "norms": {
-            f"{stem}/{name}": _number(float(tensor.double().norm()))
+            f"{stem}/{name}": _plain(tensor.double().norm())
             for stem, group in tensors.items()
             for name, tensor in group.items()
         },
@@ -50,14 +43,10 @@ def write_bundle(
     write_atomic(path, json.dumps(content, indent=1).encode())
 
 
-def _plain(column: Tensor | None) -> Any:
-    """Returns a tensor as nested lists that JSON can hold."""
-    if column is None:
-        return None
-    if column.ndim > 1:
-        return [_plain(row) for row in column]
-    return [_number(value) for value in column.tolist()]
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+def _plain(value: Any) -> Any:
+    """Returns numbers, in lists and tensors if there are any, as JSON can hold them."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if value is None or math.isfinite(value) else str(value)

@@ -87,10 +87,11 @@ def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
         for name, found in inputs.items()
         if name in stored and found.digest != stored[name]
     ]
+    here = _weights(inputs)
     gone = [
         f"{folder}: the weights that the run began with are gone, and others are there"
-        for folder in sorted({_folder(name) for name in stored if name.endswith(_WEIGHTS)})
-        if (here := _weights_in(folder, inputs)) and here.isdisjoint(stored)
+        for folder in sorted(_weights(stored))
+        if folder in here and here[folder].isdisjoint(stored)
     ]
     return changed + gone
 
@@ -108,12 +109,13 @@ def of_setting(key: str, named: Mapping[str, T]) -> dict[str, T]:
     }
 
 
-def _weights_in(folder: str, names: Iterable[str]) -> set[str]:
-    return {name for name in names if name.endswith(_WEIGHTS) and _folder(name) == folder}
-
-
-def _folder(name: str) -> str:
-    return name.rpartition("/")[0]
+def _weights(names: Iterable[str]) -> dict[str, set[str]]:
+    """Returns the names of files of weights by folder."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        if name.endswith(_WEIGHTS):
+            found.setdefault(name.rpartition("/")[0], set()).add(name)
+    return found
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ class MetricsFile:
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the row of a step. Raises OSError, naming the file, if the disk refuses it."""
-        row = {"step": step} | {name: _as_json(value) for name, value in values.items()}
+        row = {"step": step} | {name: as_json(value) for name, value in values.items()}
         line = json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
         try:
             self._drop_torn_line()
@@ -106,6 +106,13 @@ class MetricsFile:
         os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
 
+def as_json(value: Any) -> Any:
+    """Returns a value that JSON can hold: None for a number that is not finite."""
+    if value is None or isinstance(value, str | int | list):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = parse_mapping(line)
@@ -117,12 +124,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _is_number(value: Any) -> bool:
     # An integer may be beyond every float, and 1e999 is infinite.
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
-
-
-def _as_json(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | list):
-        return value
-    return float(value) if math.isfinite(value) else None
 
 
 def _unwritable(path: Path, error: OSError) -> OSError:

@@ -50,17 +50,14 @@ def load_optimizer(
       CheckpointError: a tensor belongs to no parameter, or has another shape than its parameter.
     """
     for name, parameter in named.items():
-        stored = {
-            key.removeprefix(f"{name}."): value
-            for key, value in tensors.items()
-            if key.startswith(f"{name}.")
-        }
+        prefix = f"{name}."
+        own = [key for key in tensors if key.startswith(prefix)]
+        stored = {key.removeprefix(prefix): tensors[key] for key in own}
         if stored:
             keys = dict.fromkeys(key.partition(".")[0] for key in stored)
             state = {key: _joined(key, stored, parameter) for key in keys}
             shapes = {key: tuple(value.shape) for key, value in state.items()}
-            moments = dict.fromkeys(_MOMENTS, tuple(parameter.shape))
-            if shapes != {"step": (), **moments}:
+            if shapes != {"step": (), **dict.fromkeys(_MOMENTS, tuple(parameter.shape))}:
                 raise CheckpointError(
                     f"optimizer.safetensors of the checkpoint: the state of {name} is {shapes}, "
                     f"this run needs moments of the shape {tuple(parameter.shape)}"

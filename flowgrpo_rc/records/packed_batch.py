@@ -42,9 +42,8 @@ class PackedBatch(NamedTuple):
 def pack(batch: Batch) -> PackedBatch:
     """Packs a batch. A tensor is copied only if it is not contiguous."""
     kind = next(name for name, (cls, _) in KINDS.items() if isinstance(batch, cls))
-    names = [field.name for field in dataclasses.fields(batch) if field.name != "spec"]
-    tensors = dict(_flatten({name: getattr(batch, name) for name in names}))
-    return PackedBatch({"kind": kind, "spec": dataclasses.asdict(batch.spec)}, tensors)
+    header = {"kind": kind, "spec": dataclasses.asdict(batch.spec)}
+    return PackedBatch(header, dict(_tensors(batch)))
 
 
 def unpack(packed: PackedBatch) -> Batch:
@@ -54,30 +53,30 @@ def unpack(packed: PackedBatch) -> Batch:
       KeyError, TypeError: the header or the tensors are those of something else.
     """
     cls, spec_class = KINDS[packed.header["kind"]]
-    return cls(spec=spec_class(**packed.header["spec"]), **_unflatten(packed.tensors))
+    return cls(spec=spec_class(**packed.header["spec"]), **_fields(packed.tensors))
 
 
-def _flatten(fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors by name; those of a conditioning as `name.field`."""
-    for name, value in fields.items():
+def _tensors(owner: Batch | Conditioning, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for field in dataclasses.fields(owner):
+        value = getattr(owner, field.name)
+        if field.name == _SIZES:
+            value = _sizes_to_tensor(value)
         if isinstance(value, Conditioning):
-            own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            own[_SIZES] = _sizes_to_tensor(value.image_sizes)
-            yield from _flatten({f"{name}.{field}": tensor for field, tensor in own.items()})
-        elif value is not None:
-            yield name, value.detach().contiguous()
+            yield from _tensors(value, f"{field.name}.")
+        elif isinstance(value, Tensor):
+            yield prefix + field.name, value.detach().contiguous()
 
 
-def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: value for name, value in tensors.items() if "." not in name}
-    for owner in {name.split(".")[0] for name in tensors if "." in name}:
-        own = {
-            name.removeprefix(f"{owner}."): value
-            for name, value in tensors.items()
-            if name.startswith(f"{owner}.")
-        }
-        sizes = _sizes_from_tensor(own.pop(_SIZES, None))
-        fields[owner] = Conditioning(**own, image_sizes=sizes)
+def _fields(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    conditionings: dict[str, dict[str, Any]] = {}
+    for name, value in tensors.items():
+        owner, _, own = name.rpartition(".")
+        target = conditionings.setdefault(owner, {}) if owner else fields
+        target[own] = value
+    for owner, found in conditionings.items():
+        sizes = _sizes_from_tensor(found.pop(_SIZES, None))
+        fields[owner] = Conditioning(**found, image_sizes=sizes)
     return fields
 
 

@@ -16,6 +16,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reasons import Reason, reasons
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.monitoring.decisions import Decision, worst_rejected
+from flowgrpo_rc.records.metrics_file import as_json
 from flowgrpo_rc.records.samples import Shown, png_bytes
 
 PER_STEP = 4  # samples of all processes together, but at least one of each
@@ -71,7 +72,7 @@ class RejectedSamples:
         rows = []
         for number, (decision, row) in enumerate(chosen):
             index = position[int(decision.seed[row])]
-            known: dict[str, Any] = {"reward": _finite(float(rewards.total[index]))}
+            known: dict[str, Any] = {"reward": as_json(float(rewards.total[index]))}
             known |= self._decision(decision, row, names)
             moving = [] if auto_bands is None else auto_bands.reasons(int(decision.seed[row]))
             # Without their bounds they are named only if nothing else explains the rejection.
@@ -91,7 +92,6 @@ class RejectedSamples:
         return rows
 
     def _decision(self, decision: Decision, row: int, names: Sequence[str]) -> dict[str, Any]:
-        """Tells where the row's largest rejected difference is, and why the row was rejected."""
         difference = decision.difference[row].cpu()
         rejected = decision.rejected[row].cpu()
         sizes = difference.abs().nan_to_num(nan=math.inf).where(rejected, -1.0)
@@ -99,7 +99,7 @@ class RejectedSamples:
         name = names[int(decision.cells[row, worst])]
         where = {"timestep": int(name.removeprefix("ts_"))} if name else {"position": worst}
         found = [_written(reason) for reason in self._reasons(decision, row)]
-        return where | {"log_ratio": _finite(float(difference[worst])), "reasons": found}
+        return where | {"log_ratio": as_json(float(difference[worst])), "reasons": found}
 
     def _reasons(self, decision: Decision, row: int) -> list[Reason]:
         correction = self._correction
@@ -110,20 +110,17 @@ class RejectedSamples:
         rollout = decision.rollout_log_probs[row].cpu().double() * scale
         rules = correction.rules()
         needs_kl = rules.needs_step_kl or any(band.estimator == "kl" for band in rules.auto)
-        step_kl = None
-        if decision.step_kl is not None and needs_kl:
-            step_kl = decision.step_kl[row].cpu()
+        known = decision.step_kl is not None and needs_kl
+        step_kl = decision.step_kl[row].cpu() if known else None
         return reasons(training, rollout, decision.step_mask[row].cpu(), rules, step_kl=step_kl)
 
 
 def in_words(reason: Mapping[str, Any]) -> str:
     """Returns a reason in words: `seq_mean_k1: 1.00031, outside 0.9998 to 1.0002`."""
-    value = reason.get("value")
-    lower = reason.get("lower")
-    upper = reason.get("upper")
-    if value is None:
-        return str(reason["criterion"])
-    text = f"{reason['criterion']}: {value:.7g}"
+    text = str(reason["criterion"])
+    value, lower, upper = (reason.get(name) for name in ("value", "lower", "upper"))
+    if value is not None:
+        text += f": {value:.7g}"
     if lower is not None and upper is not None:
         return f"{text}, outside {lower:.7g} to {upper:.7g}"
     if upper is not None:
@@ -131,12 +128,5 @@ def in_words(reason: Mapping[str, Any]) -> str:
     return f"{text}, below {lower:.7g}" if lower is not None else text
 
 
-def _written(reason: Reason) -> dict[str, float | str | None]:
-    return {
-        name: value if isinstance(value, str) else _finite(value)
-        for name, value in reason._asdict().items()
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _written(reason: Reason) -> dict[str, Any]:
+    return {name: as_json(value) for name, value in reason._asdict().items()}

@@ -19,9 +19,11 @@ from safetensors.torch import load_file, save
 
 from flowgrpo_rc.batch import Batch, Rewards, Spec
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.reading import blaming, parse_mapping
 from flowgrpo_rc.records.packed_batch import PackedBatch, pack, unpack
 
 _REWARD = "reward."
+_PART = f"{_REWARD}parts/"
 _HEADER = "rollout"  # a single entry: safetensors writes several in no fixed order
 _FILES = "step_*_process_*_of_*.safetensors"
 
@@ -41,10 +43,9 @@ def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
 
 def save_rollout(path: Path, rollout: SavedRollout) -> None:
     """Writes a rollout, whole or not at all."""
-    packed = pack(rollout.batch)
-    tensors = dict(packed.tensors)
-    tensors |= {f"{_REWARD}total": rollout.rewards.total, f"{_REWARD}valid": rollout.rewards.valid}
-    tensors |= {f"{_REWARD}parts/{name}": values for name, values in rollout.rewards.parts.items()}
+    packed, rewards = pack(rollout.batch), rollout.rewards
+    tensors = {**packed.tensors, f"{_REWARD}total": rewards.total, f"{_REWARD}valid": rewards.valid}
+    tensors |= {f"{_PART}{name}": values for name, values in rewards.parts.items()}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {**packed.header, "origin": dict(rollout.origin)}
@@ -57,13 +58,8 @@ def read_header(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: the file is something else, or cut short.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return json.loads((file.metadata() or {})[_HEADER])
-    except (SafetensorError, KeyError, OSError) as error:
-        raise ValueError(
-            f"data.replay_dir: {path} is not a saved rollout, or it is damaged: {error}"
-        ) from error
+    with blaming(f"data.replay_dir: {path}"), safe_open(path, framework="pt") as file:
+        return parse_mapping((file.metadata() or {})[_HEADER])
 
 
 def keeps_means(folder: Path) -> bool:
@@ -82,22 +78,14 @@ def keeps_means(folder: Path) -> bool:
 def load_rollout(path: Path, device: torch.device) -> SavedRollout:
     """Reads a rollout back, bit for bit. ValueError if the file is damaged or something else."""
     header = read_header(path)
-    try:
-        columns, scores = {}, {}
-        for name, tensor in load_file(path).items():
-            if name.startswith(_REWARD):
-                scores[name.removeprefix(_REWARD)] = tensor
-            else:
-                columns[name] = tensor.to(device)
-        total, valid = scores.pop("total"), scores.pop("valid")
-        parts = {name.removeprefix("parts/"): values for name, values in scores.items()}
+    with blaming(f"data.replay_dir: {path}"):
+        tensors = load_file(path)
+        total, valid = (tensors.pop(f"{_REWARD}{name}") for name in ("total", "valid"))
+        names = [name for name in tensors if name.startswith(_PART)]
+        parts = {name.removeprefix(_PART): tensors.pop(name) for name in names}
+        columns = {name: tensor.to(device) for name, tensor in tensors.items()}
         batch = unpack(PackedBatch(header, columns))
-        rewards = Rewards(total=total, valid=valid, parts=parts)
-        return SavedRollout(batch, rewards, header["origin"])
-    except (SafetensorError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"data.replay_dir: {path} is not a saved rollout, or it is damaged: {error}"
-        ) from error
+        return SavedRollout(batch, Rewards(total=total, valid=valid, parts=parts), header["origin"])
 
 
 def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
@@ -110,20 +98,16 @@ def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
             f"data.replay_dir={folder} has no file such as {name}: save some with "
             "trainer.save_rollouts"
         )
-    last = max(int(name.split("_")[1]) for name in found)
-    wanted = {
-        rollout_path(folder, step, r, count).name
-        for step in range(1, last + 1)
-        for r in range(count)
-    }
+    steps = range(1, max(int(name.split("_")[1]) for name in found) + 1)
+    wanted = {rollout_path(folder, step, r, count).name for step in steps for r in range(count)}
     if found != wanted:
         first = min(found ^ wanted)
         raise ValueError(
-            f"data.replay_dir={folder} must hold steps 1 to {last} of {count} process(es), as many "
-            f"as train now, and nothing else; {first} is "
+            f"data.replay_dir={folder} must hold steps 1 to {steps[-1]} of {count} process(es), as "
+            f"many as train now, and nothing else; {first} is "
             f"{'missing' if first in wanted else 'of another number of processes'}"
         )
-    return [rollout_path(folder, step, rank, count) for step in range(1, last + 1)]
+    return [rollout_path(folder, step, rank, count) for step in steps]
 
 
 def recorded_processes(folder: Path) -> int:
@@ -155,8 +139,8 @@ def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) 
     }
     for path in paths:
         there = read_header(path)
-        here_alone = {"dtype": spec.dtype, "tf32": spec.tf32}
-        found = defaults | there["spec"] | there["origin"] | here_alone
+        precision = {"dtype": spec.dtype, "tf32": spec.tf32}
+        found = defaults | there["spec"] | there["origin"] | precision
         different = [
             f"{key}: {found.get(key)!r} there, {here[key]!r} here"
             for key in here

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import yaml
@@ -32,48 +32,21 @@ from flowgrpo_rc.records.inputs import (
 )
 from flowgrpo_rc.redaction import redact, redact_command
 
-_PACKAGES = (
-    "flowgrpo-rc",
-    "torch",
-    "diffusers",
-    "transformers",
-    "peft",
-    "accelerate",
-    "rapidocr",
-)
+_PACKAGES = "flowgrpo-rc torch diffusers transformers peft accelerate rapidocr"
 # Keys that may differ between two commands on one run: they change the result by rounding at most.
 # The length of the run is checked by itself.
-_FREE = (
-    "trainer.total_training_steps",
-    "trainer.max_time",
-    "trainer.deterministic",
-    "trainer.retry_out_of_memory",
-    "trainer.logger",
-    "trainer.save_freq",
-    "trainer.resume_mode",
-    "trainer.accept_changed_inputs",
-    "trainer.output_dir",
-    "trainer.max_checkpoints_to_keep",
-    "trainer.suites",
-    "trainer.experiment_name",
-    "trainer.project_name",
-    "trainer.save_rollouts",
-    "trainer.num_processes",
-    "trainer.strategy",
-    "trainer.timeout_s",
-    "model.decode_batch_size",
-    "actor.ppo_micro_batch_size_per_gpu",
-    "actor.steps_per_forward",
-    "rollout.micro_batch_size_per_gpu",
-    "rollout.merge_lora",
-    "rollout.workers",
-    "rollout.cpus_per_worker",
-    "rollout.gpus_per_worker",
-    "rollout.ray_address",
-    "rollout.worker_timeout_s",
-    "rollout.max_restarts",
-    "reward.timeout_s",
-)
+_FREE = """
+    trainer.total_training_steps trainer.max_time trainer.deterministic trainer.retry_out_of_memory
+    trainer.logger trainer.save_freq trainer.resume_mode trainer.accept_changed_inputs
+    trainer.output_dir trainer.max_checkpoints_to_keep trainer.suites trainer.experiment_name
+    trainer.project_name trainer.save_rollouts trainer.num_processes trainer.strategy
+    trainer.timeout_s
+    model.decode_batch_size
+    actor.ppo_micro_batch_size_per_gpu actor.steps_per_forward
+    rollout.micro_batch_size_per_gpu rollout.merge_lora rollout.workers rollout.cpus_per_worker
+    rollout.gpus_per_worker rollout.ray_address rollout.worker_timeout_s rollout.max_restarts
+    reward.timeout_s
+"""
 
 
 class RunFolder:
@@ -119,28 +92,24 @@ class RunFolder:
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         with os.fdopen(lock) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise self._in_use() from error
+            self._lock(file, fcntl.LOCK_EX)
             yield
 
     def check_free(self) -> None:
         """Raises ValueError if a run that is still going on holds the folder."""
         lock = self.root / ".lock"
-        if not lock.is_file():
-            return
-        # A shared lock: several processes of one run may look at the same time.
-        with lock.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise self._in_use() from error
+        if lock.is_file():
+            # A shared lock: several processes of one run may look at the same time.
+            with lock.open() as file:
+                self._lock(file, fcntl.LOCK_SH)
 
-    def _in_use(self) -> ValueError:
-        return ValueError(
-            f"trainer.output_dir={self.root} is in use by a run that is still going on"
-        )
+    def _lock(self, file: TextIO, kind: int) -> None:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"trainer.output_dir={self.root} is in use by a run that is still going on"
+            ) from error
 
     def create(
         self,
@@ -169,7 +138,7 @@ class RunFolder:
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "packages": {name: _version(name) for name in _PACKAGES},
+            "packages": {name: _version(name) for name in _PACKAGES.split()},
             "started": datetime.now().astimezone().isoformat(timespec="minutes"),
         }
         if (commit := _commit()) is not None:
@@ -197,34 +166,34 @@ class RunFolder:
         Raises:
           ValueError: names the settings that differ, and the inputs whose content differs.
         """
+        free = tuple(_FREE.split())
         there = flat_settings(with_all_references(redact(stored)))
         here = flat_settings(with_all_references(redact(config)))
         settings = [
             f"{key}: {there.get(key)!r} there, {here.get(key)!r} now"
             for key in sorted(there.keys() | here.keys())
             if there.get(key) != here.get(key)
-            and not key.startswith(_FREE)
+            and not key.startswith(free)
             and not same_content(self.inputs, key, inputs)
             and not (accept_inputs and of_setting(key, inputs))
         ]
         contents = [] if accept_inputs else changed_inputs(self.inputs, inputs)
         if settings or contents:
-            raise self._other_run([*settings, *contents], settings=bool(settings))
+            raise self._other_run([*settings, *contents], "settings" if settings else "inputs")
 
     def check_same_inputs(self, inputs: Mapping[str, Input], *, accept: bool) -> list[str]:
         """Returns what has changed since the run began; ValueError unless that is accepted."""
         changed = changed_inputs(self.inputs, inputs)
         if changed and not accept:
-            raise self._other_run(changed, settings=False)
+            raise self._other_run(changed, "inputs")
         return changed
 
-    def _other_run(self, differences: list[str], *, settings: bool) -> ValueError:
-        others = "settings" if settings else "inputs"
-        remedy = "Choose another trainer.output_dir, or delete that folder to start over"
-        if not settings:
-            remedy += "; trainer.accept_changed_inputs=true goes on all the same"
+    def _other_run(self, differences: list[str], others: str) -> ValueError:
+        accept = "; trainer.accept_changed_inputs=true goes on all the same"
         return ValueError(
-            f"{self.root} holds a run with other {others} ({'; '.join(differences[:5])}). {remedy}"
+            f"{self.root} holds a run with other {others} ({'; '.join(differences[:5])}). Choose "
+            "another trainer.output_dir, or delete that folder to start over"
+            f"{accept if others == 'inputs' else ''}"
         )
 
     def sweep(self) -> None:

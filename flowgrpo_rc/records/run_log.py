@@ -53,8 +53,7 @@ class RunLog:
         self._rows.append(step, metrics)
         self.trackers.log(step, metrics)
         self.console.step(step, metrics)
-        slow = self._speed.notice(step, metrics)
-        if slow is not None:
+        if slow := self._speed.notice(step, metrics):
             self.console.message(slow)
         for warning in warnings:
             self._health.append(step, {"message": warning})
@@ -85,8 +84,5 @@ class RunLog:
         except Exception as error:
             if name not in self._missed:
                 self._missed.add(name)
-                logger.warning(
-                    "%s cannot be written, and the run goes on without (said once): %s",
-                    *(name, error),
-                    exc_info=not isinstance(error, OSError),
-                )
+                told = f"{name} cannot be written, and the run goes on without (said once): {error}"
+                logger.warning("%s", told, exc_info=not isinstance(error, OSError))

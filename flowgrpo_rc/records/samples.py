@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +22,10 @@ from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.monitoring.pictures import PictureFacts
 from flowgrpo_rc.pictures import read_picture
 from flowgrpo_rc.reading import blaming, parse_mapping
+from flowgrpo_rc.records.metrics_file import as_json
 
 THUMBNAIL = 128  # pixels of its longer side
+_COLUMNS = 8
 _MIN_SIDE = 128
 _MAX_SIDE = 256
 _GAP = 8
@@ -80,25 +81,17 @@ class Tile(NamedTuple):
     score: str
 
 
-def image_grid(
-    images: np.ndarray, captions: Sequence[str], *, columns: int = 8, scale: int | None = None
-) -> Image.Image:
+def image_grid(images: np.ndarray, captions: Sequence[str]) -> Image.Image:
     """Makes a grid of images, row by row, each above its caption (cut to the image's width).
+
+    Small images are enlarged by whole pixels, and large ones reduced to 256 pixels.
 
     Args:
       images: uint8, [N, H, W, 3].
       captions: one for each image.
-      columns: images in a row, at most.
-      scale: pixels for each pixel of a small image (nearest neighbour); None chooses a scale that
-        makes it readable. Images larger than 256 pixels are reduced to that.
     """
-    if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8 or len(images) == 0:
-        raise ValueError(
-            f"image_grid: images are {images.dtype} {images.shape}; expected uint8 [N, H, W, 3] "
-            "with N > 0"
-        )
-    tiles = [_resized(Image.fromarray(image), scale) for image in images]
-    columns = min(columns, len(tiles))
+    tiles = [_resized(Image.fromarray(image)) for image in images]
+    columns = min(_COLUMNS, len(tiles))
     rows = -(-len(tiles) // columns)
     width = tiles[0].width + _GAP
     height = tiles[0].height + _CAPTION_HEIGHT + _GAP
@@ -157,18 +150,15 @@ def thumbnail(sample: np.ndarray) -> np.ndarray:
     A video becomes three frames side by side. An image that is small already is returned itself.
     """
     if sample.ndim == 4:
-        return np.concatenate(
-            [thumbnail(frame) for frame in sample[[0, (len(sample) - 1) // 2, len(sample) - 1]]], 1
-        )
+        last = len(sample) - 1
+        return np.concatenate([thumbnail(frame) for frame in sample[[0, last // 2, last]]], 1)
     factor = -(-max(sample.shape[:2]) // THUMBNAIL)
     return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
 
 
-def save_grid(
-    path: Path, images: np.ndarray, captions: Sequence[str], *, columns: int = 8
-) -> Image.Image:
+def save_grid(path: Path, images: np.ndarray, captions: Sequence[str]) -> Image.Image:
     """Writes `image_grid` as a PNG, whole or not at all, and returns it."""
-    grid = image_grid(images, captions, columns=columns)
+    grid = image_grid(images, captions)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, png_bytes(grid))
     return grid
@@ -226,20 +216,20 @@ def save_texts(
             "prompt": prompt.text,
             "target": prompt.target,
             "completion": text,
-            "score": score if math.isfinite(score) else None,
+            "score": as_json(score),
         }
         lines.append(json.dumps(row, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
 
 
-def _resized(image: Image.Image, scale: int | None) -> Image.Image:
+def _resized(image: Image.Image) -> Image.Image:
     side = max(image.size)
     if side > _MAX_SIDE:
         ratio = _MAX_SIDE / side
         size = (max(1, round(image.width * ratio)), max(1, round(image.height * ratio)))
         return image.resize(size, Image.Resampling.LANCZOS)
-    factor = scale if scale is not None else max(1, -(-_MIN_SIDE // side))
+    factor = -(-_MIN_SIDE // side)
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 

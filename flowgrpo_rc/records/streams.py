@@ -36,11 +36,9 @@ class _Outlet(io.FileIO):
     """A file that drops what the system refuses to take."""
 
     def write(self, content: Any) -> int:
-        taken: int | None
-        try:
+        taken = None
+        with suppress(OSError):
             taken = super().write(content)
-        except OSError:
-            taken = None
         # None, too, from a pipe that is full and would not wait.
         return memoryview(content).nbytes if taken is None else taken
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from flowgrpo_rc.evaluation.intervals import LEVEL, Estimate, PolicyComparison
 from flowgrpo_rc.evaluation.suite import Suite
-from flowgrpo_rc.evaluation.suite_runner import SuiteResult
+from flowgrpo_rc.evaluation.suite_runner import SuiteResult, SuiteScores
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming, read_mapping
+from flowgrpo_rc.records.metrics_file import as_json
 
 BASE = "base"  # ending of the names of sample files
 TUNED = "lora"
-_VALUES = ("mean", "low", "high")
-_POLICIES = ("base", "tuned", "change")
+_POLICIES = ("base", "tuned", "change")  # keys of a comparison in a file
 
 
 class StoredResult(NamedTuple):
@@ -46,13 +46,7 @@ def write_suite_result(folder: Path, suite: Suite, result: SuiteResult) -> None:
         "comparisons": _written(result.comparisons),
         "groups": _written(result.groups),
         "texts": [prompt.text for prompt in suite.prompts],
-        "scores": {
-            policy: {
-                name: [_finite(row) for row in values.tolist()]
-                for name, values in scores.columns.items()
-            }
-            for policy, scores in ((BASE, result.base), (TUNED, result.tuned))
-        },
+        "scores": {BASE: _scores(result.base), TUNED: _scores(result.tuned)},
     }
     write_atomic(folder / f"{suite.name}.json", json.dumps(row, allow_nan=False).encode())
 
@@ -71,32 +65,30 @@ def read_suite_results(folder: Path) -> Iterator[StoredResult]:
             )
 
 
-def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Any]:
+def _scores(scores: SuiteScores) -> dict[str, list[list[float | None]]]:
     return {
-        name: {
-            **{
-                key: dict(zip(_VALUES, _finite(getattr(found, key)), strict=True))
-                for key in _POLICIES
-            },
-            "count": found.num_prompts,
-        }
-        for name, found in comparisons.items()
+        name: [[as_json(score) for score in row] for row in values.tolist()]
+        for name, values in scores.columns.items()
     }
+
+
+def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Any]:
+    rows = {}
+    for name, (*estimates, count) in comparisons.items():
+        ends = [{end: as_json(x) for end, x in one._asdict().items()} for one in estimates]
+        rows[name] = dict(zip(_POLICIES, ends, strict=True)) | {"count": count}
+    return rows
 
 
 def _read(rows: Mapping[str, Any]) -> dict[str, PolicyComparison]:
     return {
         str(name): PolicyComparison(
-            **{key: _estimate(row[key]) for key in _POLICIES}, num_prompts=int(row["count"])
+            *(_estimate(row[policy]) for policy in _POLICIES), num_prompts=int(row["count"])
         )
         for name, row in rows.items()
     }
 
 
 def _estimate(row: Mapping[str, Any]) -> Estimate:
-    return Estimate(*(math.nan if row[name] is None else float(row[name]) for name in _VALUES))
-
-
-def _finite(values: Any) -> list[float | None]:
-    """Returns None for what is not finite; JSON has no NaN."""
-    return [float(value) if math.isfinite(value) else None for value in values]
+    ends = (row[end] for end in Estimate._fields)
+    return Estimate(*(math.nan if end is None else float(end) for end in ends))

@@ -132,20 +132,16 @@ class Trackers:
 
     def alert(self, step: int, text: str) -> None:
         """Sends a warning to the people who watch the run, if a tracker can, as wandb does."""
-        title = f"step {step}: rollout correction"
-
-        def send(name: str, tracker: GeneralTracker) -> None:
-            if name == "wandb":
-                tracker.tracker.alert(title=title, text=text, level="WARN", wait_duration=0)
-
-        self._each(send)
+        told = {"title": f"step {step}: rollout correction", "text": text, "level": "WARN"}
+        if "wandb" in self._running:
+            with self._surviving("wandb"):
+                self._running["wandb"].tracker.alert(**told, wait_duration=0)
 
     def finish(self) -> None:
         """Ends the trackers."""
         self._each(lambda _, tracker: tracker.finish())
 
     def _each(self, act: Callable[[str, GeneralTracker], None]) -> None:
-        """Does something with each tracker that is on, given its name."""
         for name, tracker in list(self._running.items()):
             with self._surviving(name):
                 act(name, tracker)
@@ -166,21 +162,20 @@ class Trackers:
 
 
 def _image(name: str, tracker: GeneralTracker, step: int, key: str, image: Image.Image) -> None:
-    if name in ("wandb", "swanlab"):
-        tracker.log_images({key: [image]}, step=step)
-    elif name == "aim":
-        tracker.log_images({key: image}, step=step)
-    elif name == "tensorboard":
-        batch = np.asarray(image.convert("RGB"))[None]
-        tracker.log_images({key: batch}, step=step, dataformats="NHWC")
-    elif name == "trackio":
-        import trackio
+    match name:
+        case "tensorboard":
+            batch = np.asarray(image.convert("RGB"))[None]
+            tracker.log_images({key: batch}, step=step, dataformats="NHWC")
+        case "trackio":
+            import trackio
 
-        tracker.log({key: trackio.Image(image)}, step=step)
-    elif name == "mlflow":
-        import mlflow
+            tracker.log({key: trackio.Image(image)}, step=step)
+        case "mlflow":
+            import mlflow
 
-        mlflow.log_image(image, key=key, step=step)
+            mlflow.log_image(image, key=key, step=step)
+        case _:
+            tracker.log_images({key: image if name == "aim" else [image]}, step=step)
 
 
 def _options(
@@ -188,26 +183,27 @@ def _options(
 ) -> dict[str, Any]:
     """Returns what a tracker starts with: the name of the run, and how it goes on if resumed."""
     known_id = id_file.read_text() if id_file.exists() else None
+    named: dict[str, Any] = {"name": experiment_name, "resume": "allow"}
     match name:
         case "wandb":
             import wandb
 
+            if _wandb_is_offline():
+                named["resume"] = None
             # wandb's metadata would hold the command line, where an override may be a password.
             settings = wandb.Settings(disable_git=True, x_disable_meta=True)
-            resume = None if _wandb_is_offline() else "allow"
-            own = {"name": experiment_name, "id": _own_id(id_file), "resume": resume}
-            return {**own, "dir": str(run_dir), "settings": settings}
+            return {**named, "id": _own_id(id_file), "dir": str(run_dir), "settings": settings}
         case "tensorboard":
             return {"purge_step": first_step} if first_step > 0 else {}
         case "trackio":
-            return {"name": experiment_name, "resume": "allow" if first_step > 0 else "never"}
+            return named if first_step > 0 else named | {"resume": "never"}
         case "swanlab":
             import swanlab
 
             # Its description of the process holds the command line, as wandb's does.
             quiet = swanlab.Settings(probe={"runtime": False, "git": False})
-            own = {"name": experiment_name, "id": _own_id(id_file), "resume": "allow"}
-            return {**own, "log_dir": str(run_dir / "swanlab"), "settings": quiet}
+            folder = str(run_dir / "swanlab")
+            return {**named, "id": _own_id(id_file), "log_dir": folder, "settings": quiet}
         case "mlflow":
             return {"run_name": experiment_name, "run_id": known_id}
         case "aim":

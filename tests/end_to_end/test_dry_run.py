@@ -337,7 +337,7 @@ def test_saved_rollouts(ask: Ask, overrides: list[str], tmp_path: Path) -> None:
     replay = [*overrides, f"data.replay_dir={saved}"]
     refused(ask, replay, "guidance_scale: 7.0 there")
     file.write_bytes(file.read_bytes()[:20])
-    refused(ask, replay, "is not a saved rollout, or it is damaged")
+    refused(ask, replay, "cannot be read")
     file.rename(saved / "step_000002_process_0_of_1.safetensors")
     refused(ask, replay, "must hold steps 1 to 2")
 

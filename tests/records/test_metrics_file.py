@@ -86,8 +86,3 @@ def test_full_disk_names_the_file(tmp_path: Path) -> None:
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"cannot write the metrics.*No space left.*metrics\.jsonl"):
         MetricsFile(path).append(1, {"a": 1.0})
-
-
-def test_missing_folder_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"cannot write the metrics.*gone/metrics\.jsonl"):
-        MetricsFile(tmp_path / "gone" / "metrics.jsonl").append(1, {"a": 1.0})

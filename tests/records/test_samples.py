@@ -21,11 +21,8 @@ def test_thumbnails_are_small(shape: tuple[int, ...], wanted: tuple[int, ...]) -
     assert thumbnail(sample).shape == wanted
     if len(shape) == 4:
         np.testing.assert_array_equal(thumbnail(sample)[:, 44:88], thumbnail(sample[4]))
-
-
-def test_a_small_image_is_not_copied() -> None:
-    sample = np.zeros((64, 128, 3), np.uint8)
-    assert thumbnail(sample) is sample
+    small = sample[:64, :128] if len(shape) == 3 else sample[0, :64, :128]
+    assert thumbnail(small) is small
 
 
 def test_grid_enlarges_small_images_by_whole_pixels() -> None:
@@ -38,12 +35,10 @@ def test_grid_enlarges_small_images_by_whole_pixels() -> None:
 
 
 def test_grid_reduces_large_images_and_counts_rows() -> None:
-    grid = image_grid(
-        np.zeros((5, 512, 1024, 3), np.uint8), ["a long caption " * 30] * 5, columns=2
-    )
+    grid = image_grid(np.zeros((9, 512, 1024, 3), np.uint8), ["a long caption " * 30] * 9)
     black = (np.asarray(grid) == 0).all(-1)
-    assert black.sum() == 5 * 128 * 256
-    assert grid.width < 2 * 256 + 40
+    assert black.sum() == 9 * 128 * 256
+    assert grid.width < 8 * 256 + 100
 
 
 def test_grid_shows_captions() -> None:
@@ -57,23 +52,10 @@ def test_grid_shows_captions() -> None:
     assert changed[:, 0].min() > 128
 
 
-@pytest.mark.parametrize(
-    ("images", "captions", "message"),
-    [
-        (np.zeros((1, 8, 8, 3), np.float32), ["a"], "float32"),
-        (np.zeros((8, 8, 3), np.uint8), ["a"], r"\(8, 8, 3\)"),
-        (np.zeros((0, 8, 8, 3), np.uint8), [], "N > 0"),
-    ],
-)
-def test_grid_refuses_other_input(images: np.ndarray, captions: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        image_grid(images, captions)
-
-
 def test_a_saved_grid_gives_its_samples_back(tmp_path: Path) -> None:
-    images = np.random.default_rng(0).integers(0, 255, (5, 64, 128, 3), dtype=np.uint8)
-    captions = [f"a \u201csign\u201d {i} 0.{i}0" for i in range(5)]
-    save_grid(tmp_path / "grid.png", images, captions, columns=2)
+    images = np.random.default_rng(0).integers(0, 255, (10, 64, 128, 3), dtype=np.uint8)
+    captions = [f"a \u201csign\u201d {i} 0.{i}0" for i in range(10)]
+    save_grid(tmp_path / "grid.png", images, captions)
     tiles = read_grid(tmp_path / "grid.png")
     assert [f"{tile.subject} {tile.score}" for tile in tiles] == captions
     assert tiles[3].score == "0.30"

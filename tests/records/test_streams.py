@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -45,15 +44,3 @@ def test_streams_of_a_program_stay(capsys: pytest.CaptureFixture) -> None:
         assert (sys.stdout, sys.stderr) == before
         print("captured")
     assert capsys.readouterr().out == "captured\n"
-
-
-def test_a_closed_descriptor_is_no_file_s() -> None:
-    copy = os.dup(0)
-    os.close(0)
-    try:
-        with lasting_streams():
-            assert os.readlink("/proc/self/fd/0") == os.devnull
-            assert os.get_inheritable(0)
-    finally:
-        os.dup2(copy, 0)
-        os.close(copy)

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,10 @@ from support.launching import ROOT
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers, validate_loggers
 
 
-def test_unknown_logger_is_refused_with_what_is_allowed() -> None:
+def test_which_loggers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     validate_loggers(["console", "wandb", "tensorboard"])
-    allowed = "console, wandb, tensorboard, trackio, swanlab, mlflow, aim"
-    with pytest.raises(ValueError, match=f"'wandbb' is unknown; allowed are {allowed}"):
+    with pytest.raises(ValueError, match="'wandbb' is unknown; allowed are console, wandb, tensor"):
         validate_loggers(["console", "wandbb"])
-
-
-def test_logger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     validate_loggers(["console"])
     with pytest.raises(ValueError, match=r"needs the package tensorboard.*pip install tensorboard"):
@@ -37,12 +34,23 @@ def test_the_console_is_not_a_logger_of_accelerate() -> None:
     assert accelerate_loggers(["console", "wandb", "wandb"]) == ["wandb"]
 
 
+def noting(name: str) -> Callable[..., None]:
+    """Returns a method that notes its call, and raises if it shall."""
+
+    def method(self: Recorder, *given: object, **options: object) -> None:
+        self.asked.append(name)
+        if name == self.raises_at:
+            raise SystemExit("no: api_key=topsecret")
+
+    return method
+
+
 class Recorder(GeneralTracker):
     """Writes down what it is asked for, and raises at one thing."""
 
-    name = "recorder"
-    requires_logging_directory = False
-    raises_at: str | None = None
+    name, requires_logging_directory, raises_at = "recorder", False, ""
+    start, log, log_images = noting("start"), noting("log"), noting("image")
+    store_init_configuration, alert, finish = noting("settings"), noting("alert"), noting("finish")
 
     def __init__(self, project_name: str, **options: object) -> None:
         super().__init__()
@@ -52,32 +60,6 @@ class Recorder(GeneralTracker):
     @property
     def tracker(self) -> Recorder:
         return self
-
-    def _note(self, what: str) -> None:
-        self.asked.append(what)
-        if what == self.raises_at:
-            raise SystemExit("no: api_key=topsecret")
-
-    def start(self) -> None:
-        self._note("start")
-
-    def store_init_configuration(self, values: dict) -> None:
-        self._note("settings")
-
-    def log(self, values: dict, step: int) -> None:
-        self._note("log")
-
-    def log_images(self, values: dict, step: int, **options: object) -> None:
-        self._note("image")
-
-    def add_histogram_raw(self, name: str, **options: object) -> None:
-        self._note("histogram")
-
-    def alert(self, **options: object) -> None:
-        self._note("alert")
-
-    def finish(self) -> None:
-        self._note("finish")
 
 
 class Raises(Recorder):
