@@ -21,7 +21,7 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import StopRequest
 from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
-from flowgrpo_rc.monitoring.staleness import staleness
+from flowgrpo_rc.monitoring.rollouts import staleness
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.records.rollout_files import SavedRollout

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from support.builders import diffusion_batch
+from support.image_rollouts import make_spec
 from torch import Tensor
 
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import log_prob, sample
@@ -48,17 +50,7 @@ def record(
 
     They have `image` in common, and `echo` with the noise of the step before.
     """
-    spec = SamplerSpec(
-        height=32,
-        width=32,
-        num_inference_steps=8,
-        guidance_scale=1.0,
-        noise_level=0.7,
-        sde_type=kind,
-        log_prob_convention=convention,
-        max_sequence_length=1,
-        dtype="fp32",
-    )
+    spec = make_spec(kind, 1.0, num_inference_steps=8, log_prob_convention=convention)
     sigmas = torch.linspace(1, 0, 9)
     x = normal(SHAPE, SEEDS, "latents")
     common = image * normal(SHAPE, [0], "image")
@@ -74,19 +66,13 @@ def record(
         states.append(x)
         log_probs.append(log_prob(gaussian, x, convention=convention))
         found.append(gaussian.mean)
-    window = torch.tensor([WINDOW] * SAMPLES)
-    return DiffusionBatch(
+    return diffusion_batch(torch.stack(log_probs, 1)).replace(
         spec=spec,
         group=torch.arange(SAMPLES) // 3,
         seed=torch.tensor(SEEDS),
-        policy_version=torch.zeros(SAMPLES, dtype=torch.int64),
-        rollout_log_probs=torch.stack(log_probs, 1),
         all_latents=torch.stack(states, 1),
-        all_timesteps=1000 * sigmas[window],
-        step_indices=window,
+        step_indices=torch.tensor([WINDOW] * SAMPLES),
         sigmas=sigmas,
-        conditioning=Conditioning(embeds=torch.zeros(1, 1, 1)),
-        prompt_index=torch.zeros(SAMPLES, dtype=torch.int64),
         prev_sample_mean=torch.stack(found, 1) if means else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from support.builders import diffusion_batch
 from support.image_rollouts import make_spec
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch
@@ -14,23 +15,14 @@ def test_sizes_of_images_come_back_with_their_tokens() -> None:
     conditioning = Conditioning(
         embeds=torch.rand(2, 5, 3), images=torch.rand(2, 7, 4), image_sizes=sizes
     )
-    batch = DiffusionBatch(
+    batch = diffusion_batch(torch.rand(2, 1)).replace(
         spec=make_spec("sde", 1.0, condition_images=2, condition_pixels=4096),
-        all_latents=torch.rand(2, 2, 3),
-        all_timesteps=torch.rand(2, 1),
-        step_indices=torch.zeros(2, 1, dtype=torch.int64),
-        sigmas=torch.rand(3),
         conditioning=conditioning,
         prompt_index=torch.tensor([1, 0]),
-        group=torch.tensor([0, 1]),
-        seed=torch.tensor([1, 2]),
-        policy_version=torch.tensor([0, 0]),
     )
     packed = pack(batch)
-    assert packed.tensors["conditioning.image_sizes"].tolist() == [
-        [[2, 3], [1, 1]],
-        [[1, 4], [0, 0]],
-    ]
+    padded = [[[2, 3], [1, 1]], [[1, 4], [0, 0]]]
+    assert packed.tensors["conditioning.image_sizes"].tolist() == padded
     found = unpack(packed)
     assert isinstance(found, DiffusionBatch)
     assert found.spec == batch.spec

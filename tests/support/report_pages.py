@@ -25,7 +25,6 @@ class Page(HTMLParser):
         super().__init__()
         self.ids: list[str] = []
         self.references: list[str] = []
-        self.tags: list[str] = []
         self.open: list[str] = []
         self.text: list[str] = []
         self.images: list[tuple[str, str]] = []
@@ -34,7 +33,6 @@ class Page(HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
         self.ids += [value for name, value in attrs if name == "id" and value]
         self.references += [
             value
@@ -51,9 +49,6 @@ class Page(HTMLParser):
     def pictures(self, alt: str) -> list[str]:
         """Returns the sources of the pictures with this text."""
         return [source for text, source in self.images if text == alt]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

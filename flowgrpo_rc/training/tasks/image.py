@@ -21,7 +21,7 @@ from flowgrpo_rc.evaluation.held_out import HeldOut
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.monitoring.images import observe_images
+from flowgrpo_rc.monitoring.rollouts import observe_images
 from flowgrpo_rc.policies.encode_prompts import KnownPrompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.samples import (
