@@ -152,9 +152,9 @@ def _last_samples(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Returns the samples of each run's last evaluation, of which there may be none."""
     grids, tables = [], []
     for run in runs:
-        grids += [(run.name, path) for path in files.sample_files(run.folder, "png")[-1:]]
-        for path in files.sample_files(run.folder, "jsonl")[-1:]:
-            tables += files.side_by_side([(files.caption(path), path)], run.name)["tables"]
+        grids += [(run.name, path) for _, path in files.sample_files(run.folder, "png")[-1:]]
+        if texts := files.sample_files(run.folder, "jsonl")[-1:]:
+            tables += files.side_by_side(texts, run.name)["tables"]
     found = files.side_by_side(grids) if grids else {}
     return found | ({"tables": tables} if tables else {})
 

@@ -71,20 +71,16 @@ def first_and_last_samples(run_dir: Path) -> dict[str, Any]:
     """Returns the first and the last held-out samples, as `side_by_side` does; {} for none."""
     for ending in ("png", "jsonl"):
         if files := sample_files(run_dir, ending):
-            return side_by_side([(caption(path), path) for path in files])
+            return side_by_side(files)
     return {}
 
 
-def sample_files(run_dir: Path, ending: str) -> list[Path]:
-    """Returns the first and the last `step_N` file of held-out samples, or the only one."""
+def sample_files(run_dir: Path, ending: str) -> list[tuple[str, Path]]:
+    """Returns the first and the last file of held-out samples, or the only one, by their steps."""
     found = (run_dir / "samples").glob(f"step_*.{ending}")
     paths = sorted(path for path in found if re.fullmatch(r"step_\d+", path.stem))
-    return paths if len(paths) < 2 else [paths[0], paths[-1]]
-
-
-def caption(path: Path) -> str:
-    """Returns the step of a file of samples."""
-    return f"Step {int(path.stem.removeprefix('step_'))}"
+    files = [(f"Step {int(path.stem.removeprefix('step_'))}", path) for path in paths]
+    return files if len(files) < 2 else [files[0], files[-1]]
 
 
 def side_by_side(files: Sequence[tuple[str, Path]], heading: str = "") -> dict[str, Any]:

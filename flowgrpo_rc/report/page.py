@@ -45,7 +45,7 @@ def render(template: str, *, title: str, **content: Any) -> str:
 
 @cache
 def words() -> dict[str, dict[str, str]]:
-    """Returns the list of words by key: name, meaning, and page of the documentation."""
+    """Returns the list of words by key: name and meaning."""
     found: dict[str, dict[str, str]] = yaml.safe_load(_read("words.yaml"))
     return found
 

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,8 @@ def test_page_stands_alone_and_has_every_section(report: str) -> None:
     assert [name for name in page.ids if not name.startswith("word-")] == SECTIONS
     assert len(page.references) == 16 + 6
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
+    words = {name for name in page.ids if name.startswith("word-")}
+    assert words == set(re.findall(r'href="#(word-\w+)"', report))
     assert "The curves need JavaScript" in report.split("<noscript>")[1].split("</noscript>")[0]
 
 
