@@ -110,8 +110,9 @@ class RejectedSamples:
         rollout = decision.rollout_log_probs[row].cpu().double() * scale
         rules = correction.rules()
         needs_kl = rules.needs_step_kl or any(band.estimator == "kl" for band in rules.auto)
-        known = decision.step_kl is not None and needs_kl
-        step_kl = decision.step_kl[row].cpu() if known else None
+        step_kl = None
+        if decision.step_kl is not None and needs_kl:
+            step_kl = decision.step_kl[row].cpu()
         return reasons(training, rollout, decision.step_mask[row].cpu(), rules, step_kl=step_kl)
 
 

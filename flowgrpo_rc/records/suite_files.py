@@ -81,12 +81,11 @@ def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Any]:
 
 
 def _read(rows: Mapping[str, Any]) -> dict[str, PolicyComparison]:
-    return {
-        str(name): PolicyComparison(
-            *(_estimate(row[policy]) for policy in _POLICIES), num_prompts=int(row["count"])
-        )
-        for name, row in rows.items()
-    }
+    found = {}
+    for name, row in rows.items():
+        base, tuned, change = (_estimate(row[policy]) for policy in _POLICIES)
+        found[str(name)] = PolicyComparison(base, tuned, change, int(row["count"]))
+    return found
 
 
 def _estimate(row: Mapping[str, Any]) -> Estimate:
