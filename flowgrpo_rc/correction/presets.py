@@ -30,17 +30,17 @@ class Presets:
     @classmethod
     def decoupled_token_is(cls, threshold: Threshold = 2.0) -> Self:
         """Weighs each step, cut at `threshold`: truncated importance sampling."""
-        return cls._make(rollout_is="token", rollout_is_threshold=threshold)
+        return cls._make(**_weights("token", threshold))
 
     @classmethod
     def decoupled_seq_is(cls, threshold: Threshold = 2.0) -> Self:
         """Weighs whole sequences by the product of their ratios, cut at `threshold`."""
-        return cls._make(rollout_is="sequence", rollout_is_threshold=threshold)
+        return cls._make(**_weights("sequence", threshold))
 
     @classmethod
     def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
         """Weighs each step; a weight outside the two thresholds becomes 0."""
-        return cls._make(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
+        return cls._make(**_weights("token", f"{threshold_lower}_{threshold}"))
 
     @classmethod
     def decoupled_seq_is_rs(
@@ -51,8 +51,7 @@ class Presets:
     ) -> Self:
         """Weighs whole sequences, and rejects those whose product lies outside a band."""
         return cls._make(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
+            **_weights("sequence", is_threshold),
             rollout_rs="seq_sum_k1",
             rollout_rs_threshold=rs_threshold,
             rollout_rs_threshold_lower=rs_threshold_lower,
@@ -84,18 +83,14 @@ class Presets:
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
         """Rejects by the geometric mean of the ratios, and weighs whole sequences."""
-        return cls._make(
-            rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
-        )
+        return cls._make(**_weights("sequence", is_threshold), **_geometric(rs_threshold))
 
     @classmethod
     def decoupled_geo_rs_token_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
         """Rejects by the geometric mean of the ratios, and weighs each step."""
-        return cls._make(
-            rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
-        )
+        return cls._make(**_weights("token", is_threshold), **_geometric(rs_threshold))
 
     @classmethod
     def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
@@ -107,16 +102,14 @@ class Presets:
         cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01
     ) -> Self:
         """Rejects by the mean of k3, and weighs whole sequences."""
-        return cls._make(
-            rollout_is="sequence", rollout_is_threshold=is_threshold, **_k3(rs_threshold)
-        )
+        return cls._make(**_weights("sequence", is_threshold), **_k3(rs_threshold))
 
     @classmethod
     def decoupled_k3_rs_token_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01
     ) -> Self:
         """Rejects by the mean of k3, and weighs each step."""
-        return cls._make(rollout_is="token", rollout_is_threshold=is_threshold, **_k3(rs_threshold))
+        return cls._make(**_weights("token", is_threshold), **_k3(rs_threshold))
 
     # Bypass mode with the PPO clip: the ratio current / rollout is the weight.
 
@@ -128,7 +121,7 @@ class Presets:
     @classmethod
     def ppo_is_bypass(cls, threshold: Threshold = 2.0) -> Self:
         """As `bypass_ppo_clip`, with the token weights as metrics."""
-        return cls._make(bypass_mode=True, rollout_is="token", rollout_is_threshold=threshold)
+        return cls._make(bypass_mode=True, **_weights("token", threshold))
 
     @classmethod
     def bypass_ppo_clip_geo_rs(cls, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
@@ -145,7 +138,7 @@ class Presets:
     @classmethod
     def bypass_pg_is(cls, threshold: Threshold = 2.0) -> Self:
         """Uses REINFORCE with weights of whole sequences, without a clip."""
-        return cls._pg(rollout_is="sequence", rollout_is_threshold=threshold)
+        return cls._pg(**_weights("sequence", threshold))
 
     @classmethod
     def pg_rs(
@@ -163,7 +156,7 @@ class Presets:
     @classmethod
     def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
         """Uses REINFORCE with weights of steps; one outside its bounds becomes 0."""
-        return cls._pg(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
+        return cls._pg(**_weights("token", f"{threshold_lower}_{threshold}"))
 
     @classmethod
     def bypass_pg_geo_rs(cls, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
@@ -175,18 +168,14 @@ class Presets:
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
         """Uses REINFORCE, rejects by the geometric mean, and weighs whole sequences."""
-        return cls._pg(
-            rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
-        )
+        return cls._pg(**_weights("sequence", is_threshold), **_geometric(rs_threshold))
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
         """Uses REINFORCE, rejects by the geometric mean, and weighs each step."""
-        return cls._pg(
-            rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
-        )
+        return cls._pg(**_weights("token", is_threshold), **_geometric(rs_threshold))
 
     # The older names of some; `ClassVar` keeps them out of the dataclass's fields.
 
@@ -202,7 +191,7 @@ class Presets:
     @classmethod
     def slime_tis(cls, upper: float = 2.0) -> Self:
         """Weighs each step, cut at `upper`."""
-        return cls._make(rollout_is="token", rollout_is_threshold=upper)
+        return cls._make(**_weights("token", upper))
 
     @classmethod
     def slime_mis(cls, lower: float = 0.5, upper: float = 2.0) -> Self:
@@ -231,6 +220,10 @@ class Presets:
     @classmethod
     def _pg(cls, **settings: Any) -> Self:
         return cls._make(**{"bypass_mode": True, "loss_type": "reinforce", **settings})
+
+
+def _weights(level: str, threshold: Threshold) -> dict[str, Any]:
+    return {"rollout_is": level, "rollout_is_threshold": threshold}
 
 
 def _geometric(threshold: Threshold, lower: float | None = None) -> dict[str, Any]:

@@ -179,35 +179,45 @@ def _one_each(value: Any, count: int, key: str) -> list[Any]:
 
 def _band(name: str, spec: Any, lower_spec: Any) -> Band:
     level, estimator = name.rsplit("_", 1)
-    if str(spec).strip().startswith("auto"):
+    # k1 has a sign, and so two sides; the others are sizes.
+    has_lower = estimator == "k1"
+    auto = str(spec).strip().startswith("auto")
+    if lower_spec is not None and (auto or not has_lower):
+        raise ValueError(
+            f"{LOWER_KEY}={lower_spec!r} has no effect on {name} with {THRESHOLD_KEY}={spec}: "
+            "drop it"
+        )
+    if auto:
         deviations = parse_deviations(spec)
         if deviations is None:
             raise ValueError(
                 f"{THRESHOLD_KEY}={spec!r}: give the standard deviations above 0 after the colon, "
                 '"auto:4"'
             )
-        if lower_spec is not None:
-            raise ValueError(
-                f"{LOWER_KEY}={lower_spec!r} has no effect on {THRESHOLD_KEY}={spec}: drop it"
-            )
-        return Band(
-            level, estimator, -deviations if estimator == "k1" else -math.inf, deviations, auto=True
-        )
-    numbers = _numbers(spec, THRESHOLD_KEY)
-    if estimator != "k1":
+        lower = -deviations if has_lower else -math.inf
+        return Band(level, estimator, lower, deviations, auto=True)
+    if not has_lower:
+        numbers = _numbers(spec, THRESHOLD_KEY)
         if len(numbers) != 1 or not 0 < numbers[0] < math.inf:
             raise ValueError(f"{THRESHOLD_KEY}={spec!r} for {name}: give one upper bound above 0")
-        if lower_spec is not None:
-            raise ValueError(
-                f"{LOWER_KEY}={lower_spec!r} has no effect on {name}, which has an upper bound only"
-            )
         return Band(level, estimator, -math.inf, numbers[0])
-    if len(numbers) == 2 and lower_spec is not None:
-        raise ValueError(
-            f"{THRESHOLD_KEY}={spec!r} and {LOWER_KEY}={lower_spec!r} both give a lower bound: "
-            "drop one"
-        )
-    if len(numbers) == 1 and lower_spec is None:
+    lower, upper = _ratios(name, spec, lower_spec)
+    # On -log(ratio) the bounds change signs and places; a lower bound of 0 leaves a side open.
+    return Band(level, estimator, -math.log(upper), -math.log(lower) if lower else math.inf)
+
+
+def _ratios(name: str, spec: Any, lower_spec: Any) -> list[float]:
+    """Parses the bounds of a ratio, which may be in one key or in two."""
+    numbers = _numbers(spec, THRESHOLD_KEY)
+    if lower_spec is not None:
+        lowest = _numbers(lower_spec, LOWER_KEY)
+        if len(numbers) != 1 or len(lowest) != 1:
+            raise ValueError(
+                f"{THRESHOLD_KEY}={spec!r} and {LOWER_KEY}={lower_spec!r} for {name}: give one "
+                "number each, or drop the second; a pair and it both give a lower bound"
+            )
+        numbers = [*lowest, *numbers]
+    elif len(numbers) == 1:
         upper = numbers[0]
         if not 1 < upper < math.inf:
             raise ValueError(
@@ -216,21 +226,13 @@ def _band(name: str, spec: Any, lower_spec: Any) -> Band:
                 'quote the band, "0.5_2.0"'
             )
         numbers = [1 / upper, upper]
-    elif len(numbers) == 1:
-        lowest = _numbers(lower_spec, LOWER_KEY)
-        if len(lowest) != 1:
-            raise ValueError(
-                f"{LOWER_KEY}={lower_spec!r} for {name}: give one number, the lower bound"
-            )
-        numbers = [*lowest, *numbers]
     lower, upper = numbers
     if not 0 <= lower < upper < math.inf:
         beside = "" if lower_spec is None else f" with {LOWER_KEY}={lower_spec!r}"
         raise ValueError(
             f"{THRESHOLD_KEY}={spec!r}{beside} for {name}: a band needs 0 <= lower < upper"
         )
-    # On -log(ratio) the bounds change signs and places; a lower bound of 0 leaves a side open.
-    return Band(level, estimator, -math.log(upper), -math.log(lower) if lower else math.inf)
+    return numbers
 
 
 def parse_deviations(spec: Any) -> float | None:

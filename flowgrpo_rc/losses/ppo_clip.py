@@ -64,7 +64,13 @@ def ppo_clip(
         binds = (advantages < 0) & (bounded < values)
         metrics.mean("dual_clip_fraction", binds.double(), keep_mask)
         values = torch.where(advantages < 0, bounded, values)
-    metrics.merge(_clip_metrics(log_ratio, keep_mask, clip_low, clip_high))
+    # By expm1, as the ratio's mean: an fp32 ratio has steps of 1e-7 about 1.
+    deviation = torch.expm1(log_ratio.detach().double())
+    higher = deviation > clip_high
+    lower = deviation < -clip_low
+    metrics.mean("clip_fraction", (higher | lower).double(), keep_mask)
+    metrics.mean("clip_fraction_higher", higher.double(), keep_mask)
+    metrics.mean("clip_fraction_lower", lower.double(), keep_mask)
     return PolicyLoss(select(values, keep_mask), metrics)
 
 
@@ -87,21 +93,6 @@ def ratio_metrics(log_ratio: Tensor, keep_mask: Tensor) -> MetricBag:
     metrics.mean("_deviation_square", deviation**2, keep_mask)
     metrics.derive("ratio_mean", ("_deviation",), lambda mean: 1 + mean)
     metrics.derive("ratio_std", ("_deviation", "_deviation_square"), std_from_moments)
-    return metrics
-
-
-def _clip_metrics(
-    log_ratio: Tensor, keep_mask: Tensor, clip_low: float | Tensor, clip_high: float | Tensor
-) -> MetricBag:
-    """Computes the fractions of the kept steps whose ratio is above or below the band."""
-    metrics = MetricBag()
-    deviation = torch.expm1(log_ratio.detach().double())
-    # By expm1, as the ratio's mean: an fp32 ratio has steps of 1e-7 about 1.
-    higher = deviation > clip_high
-    lower = deviation < -clip_low
-    metrics.mean("clip_fraction", (higher | lower).double(), keep_mask)
-    metrics.mean("clip_fraction_higher", higher.double(), keep_mask)
-    metrics.mean("clip_fraction_lower", lower.double(), keep_mask)
     return metrics
 
 

@@ -16,6 +16,7 @@ from flowgrpo_rc import (
 )
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction import correct
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.models.base import FlowModel
@@ -142,9 +143,12 @@ def test_the_criterion_and_its_tensor_need_each_other() -> None:
         )
 
 
-def test_metrics_of_micro_batches_are_those_of_the_batch() -> None:
+def test_metrics_of_micro_batches_and_blocks_are_those_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     corrector = Corrector(RolloutCorrectionConfig(**CONFIG))
     whole = corrector(TRAINING, ROLLOUT, MASK, step_kl=KL)
+    monkeypatch.setitem(correct._BLOCK, "cpu", 4)
     bag = MetricBag()
     for rows in (slice(0, 2), slice(2, 6)):
         bag.merge(corrector(TRAINING[rows], ROLLOUT[rows], MASK[rows], step_kl=KL[rows]).metrics)
