@@ -12,6 +12,7 @@ from torch import Tensor
 from flowgrpo_rc.core.transition import (
     KINDS,
     Transition,
+    centered_log_ratio,
     log_prob,
     reference_kl,
     sample,
@@ -260,3 +261,58 @@ def test_an_unknown_kind_names_the_key_and_what_is_allowed(kind):
     with pytest.raises(ValueError, match=r"rollout\.algo\.sde_type") as error:
         step(kind, 0.7, drawn(1, 2), drawn(1, 2), [0])
     assert all(known in str(error.value) for known in KINDS)
+
+
+# --- The centered log-ratio
+
+
+def random_step(dtype: torch.dtype, gap: float) -> tuple[Transition, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(0)
+    rollout, shift, noise = torch.randn(3, 8, 4096, generator=source, dtype=torch.float64)
+    mean = rollout + gap * shift
+    std = torch.full((8, 1), 0.3, dtype=torch.float64)
+    following = rollout + std * noise
+    step = Transition(mean.to(dtype), std.to(dtype))
+    return step, rollout.to(dtype), following.to(dtype)
+
+
+@pytest.mark.parametrize(("convention", "scale"), [("gaussian", 1 / (2 * 0.3**2)), ("peers", 1.0)])
+def test_the_centered_log_ratio_is_the_plain_one_plus_what_that_loses(
+    convention: str, scale: float
+) -> None:
+    step, rollout, following = random_step(torch.float64, 0.1)
+    plain = log_prob(step, following, convention=convention)
+    plain = plain - log_prob(Transition(rollout, step.std), following, convention=convention)
+    lost = scale * ((step.mean - rollout) ** 2).mean(1)
+    centered = centered_log_ratio(step, rollout, following, convention=convention)
+    assert torch.allclose(centered, plain + lost, rtol=1e-10, atol=1e-15)
+    assert (lost > 100 * (centered - plain - lost).abs()).all()
+
+
+@pytest.mark.parametrize("bypass", [True, False], ids=["bypass", "decoupled"])
+def test_the_centered_log_ratio_is_more_precise_than_a_difference_of_log_probs(
+    bypass: bool,
+) -> None:
+    """The means differ as those of a bf16 rollout do.
+
+    In decoupled mode the old policy is as far from the rollout, and the current one half as far.
+    """
+    gap = 1e-4
+    step, rollout, following = random_step(torch.float32, gap)
+    old = rollout if bypass else (rollout + step.mean) / 2
+
+    def centered(dtype: torch.dtype) -> Tensor:
+        now, before = (Transition(mean.to(dtype), step.std.to(dtype)) for mean in (step.mean, old))
+        given = (rollout.to(dtype), following.to(dtype))
+        return centered_log_ratio(now, *given) - centered_log_ratio(before, *given)
+
+    # The same fp32 inputs, so that only the computation differs.
+    reference = centered(torch.float64)
+    now, before = (Transition(mean, step.std) for mean in (step.mean, old))
+    plain = log_prob(now, following) - log_prob(before, following)
+    in_fp64 = [Transition(mean.double(), step.std.double()) for mean in (step.mean, old)]
+    exact, exact_old = (log_prob(each, following.double()) for each in in_fp64)
+    error = (centered(torch.float32) - reference).abs().mean()
+    plain_error = (plain - (exact - exact_old)).abs().mean()
+    assert error < plain_error / 100
+    assert error < 1e-6 * reference.abs().mean()
