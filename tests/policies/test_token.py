@@ -10,6 +10,7 @@ from support.text_rollouts import SPEC, TEXTS, perturb, sample_texts
 
 from flowgrpo_rc.batch import TokenBatch
 from flowgrpo_rc.core.random import uniform
+from flowgrpo_rc.core.tokens import sample_tokens
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
@@ -75,6 +76,20 @@ def test_evaluation_is_the_stock_models_log_softmax(trained_lm: CausalLM) -> Non
             ]
         wanted = (logits.double() / 0.7).log_softmax(-1).gather(-1, response[:, None])[:, 0]
         torch.testing.assert_close(found[row, : len(response)].double(), wanted, atol=1e-5, rtol=0)
+
+
+def test_each_token_is_drawn_with_its_own_number(trained_lm: CausalLM) -> None:
+    ids, mask = trained_lm.encode(TEXTS, max_length=8)
+    uniforms = uniform((SPEC.response_length,), [1, 2, 3], "tokens")
+    found = TokenPolicy(trained_lm, trained_lm.network).rollout(ids, mask, SPEC, uniforms)
+    for row, numbers in enumerate(uniforms):
+        prompt = ids[row][mask[row]]
+        response = found.ids[row][found.mask[row]]
+        with torch.no_grad():
+            logits = trained_lm.network(torch.cat([prompt, response])[None]).logits
+        logits = logits[0, len(prompt) - 1 : -1]
+        drawn = sample_tokens(logits, numbers[: len(response)], SPEC.temperature)
+        assert torch.equal(drawn, response)
 
 
 def test_an_empty_response_is_finite_and_has_no_gradient(trained_lm: CausalLM) -> None:
