@@ -187,6 +187,20 @@ def test_every_loss_is_the_same(
     assert_equal(together, one, tolerance=1e-12)
 
 
+def test_the_kl_penalty_counts_by_its_coefficient(fp64: FlowModel) -> None:
+    """Without advantages the gradient is that of the penalty alone."""
+    model = with_own_network(fp64)
+    batch = sampled(model)
+    batch = batch.replace(advantages=0 * batch.advantages)
+    config = loss_config(RolloutCorrectionConfig(bypass_mode=True))
+    one, ten = (
+        iterate(model, batch, 1, config, KL | {"kl_loss_coef": coefficient}).metrics["grad_norm"]
+        for coefficient in (1.0, 10.0)
+    )
+    assert one > 0
+    assert ten == pytest.approx(10 * one, rel=1e-3)
+
+
 def test_fp32_and_checkpointed_gradients_are_close(model: FlowModel) -> None:
     batch = sampled(model, "all")
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=1e-4)
