@@ -140,5 +140,5 @@ def _by_prompt(path: Path) -> dict[tuple[str, str | None], tuple[str, str]]:
             if line:
                 row = parse_mapping(line)
                 score = "failed" if row["score"] is None else f"{row['score']:.2f}"
-                found[(row["prompt"], row["target"])] = (row["completion"], score)
+                found[(row["prompt"], row["target"] or "")] = (row["completion"], score)
     return found
