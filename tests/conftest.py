@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.runs import WORDS, Train, small_run
+from support.runs import SMALL_TEXT, WORDS, Train, small_run
 
 # Fixtures import what is heavy: tests of pure maths start without diffusers and transformers.
 if TYPE_CHECKING:
@@ -227,5 +227,16 @@ def train(overrides: list[str]) -> Train:
 
     def run(*further: str) -> int:
         return main(["train", *overrides, *further])
+
+    return run
+
+
+@pytest.fixture
+def train_text(tmp_path: Path) -> Train:
+    """Runs the training command with `SMALL_TEXT` and further words; returns the exit code."""
+    from flowgrpo_rc.cli import main
+
+    def run(*further: str) -> int:
+        return main(["train", *SMALL_TEXT, f"trainer.output_dir={tmp_path / 'run'}", *further])
 
     return run

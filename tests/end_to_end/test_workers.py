@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.documented import ROOT
-from support.faults import final_state
 from support.launching import run_alone, train_command
 from support.ray import needs_ray
-from support.runs import WORDS, fingerprint, read_rows
+from support.runs import WORDS, final_state, fingerprint, read_rows
 from support.torchao import needs_torchao
 
 from flowgrpo_rc.cli import main

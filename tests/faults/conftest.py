@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.faults import STOP, Trained, command, final_state, on_change, words_of
+from support.faults import Trained, command, on_change, words_of
+from support.runs import STOP, final_state
 
 # All that a run imports, once for all forks.
 from flowgrpo_rc.commands import train  # noqa: F401

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.faults import Trained, command, fault, final_state, mixed, replace_file, words_of
+from support.faults import Trained, command, fault, mixed, replace_file, words_of
+from support.runs import final_state
 
 FILES = (
     "lora.safetensors",

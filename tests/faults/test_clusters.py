@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from support.documented import ROOT
-from support.faults import Trained, command, fault, final_state, started, words_of
+from support.faults import Trained, command, fault, started, words_of
 from support.launching import all_gone, alone, free_port, marked, wait_for
 from support.ray import needs_ray
-from support.runs import read_rows
+from support.runs import final_state, read_rows
 
 from flowgrpo_rc.cli import main
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.faults import STOP, Trained, command, fault, mixed, words_of
-from support.runs import WORDS
+from support.faults import Trained, command, fault, mixed, words_of
+from support.runs import STOP, WORDS
 
 
 def lines(*words: str) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.faults import Trained, command, fault, final_state, words_of
+from support.faults import Trained, command, fault, words_of
+from support.runs import final_state
 
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.trainer import Trainer

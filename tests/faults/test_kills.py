@@ -7,16 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from support.faults import (
-    EVERY,
-    Trained,
-    at_change,
-    command,
-    die,
-    fault,
-    final_state,
-    words_of,
-)
+from support.faults import EVERY, Trained, at_change, command, die, fault, words_of
+from support.runs import final_state
 
 from flowgrpo_rc.commands import train
 

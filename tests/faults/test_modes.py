@@ -17,7 +17,6 @@ from support.faults import (
     command,
     die,
     fault,
-    final_state,
     mixed,
     num_rows,
     sizes,
@@ -25,7 +24,7 @@ from support.faults import (
     started,
     words_of,
 )
-from support.runs import read_rows
+from support.runs import SMALL_TEXT, final_state, read_rows
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import derive_seed
@@ -78,17 +77,7 @@ def test_phases(
     assert final_state(tmp_path / "run") == trained(settings).state
 
 
-TEXT = (
-    "--config-name=token_grpo",
-    "data.train_batch_size=4",
-    "rollout.n=4",
-    "actor.ppo_mini_batch_size=2",
-    "actor.ppo_micro_batch_size_per_gpu=4",
-    "rollout.val_kwargs.n=8",
-    "trainer.total_training_steps=3",
-    "trainer.save_freq=1",
-    "trainer.device=cpu",
-)
+TEXT = (*SMALL_TEXT, "trainer.total_training_steps=3", "trainer.save_freq=1")
 
 
 @fault("a text run is killed as a phase of a step begins", "the same command gives equal results")

@@ -17,7 +17,6 @@ from support.faults import (
     Trained,
     command,
     fault,
-    final_state,
     has_nan,
     mixed,
     nth_call,
@@ -25,7 +24,7 @@ from support.faults import (
     replace_file,
     words_of,
 )
-from support.runs import read_rows
+from support.runs import final_state, read_rows
 
 from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine

@@ -17,12 +17,11 @@ from support.faults import (
     at_change,
     command,
     fault,
-    final_state,
     some,
     started,
     words_of,
 )
-from support.runs import read_rows
+from support.runs import final_state, read_rows
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.records.checkpoint import list_checkpoints

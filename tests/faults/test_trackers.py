@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
-from support.faults import Harm, Trained, command, fault, final_state, some, words_of
+from support.faults import Harm, Trained, command, fault, some, words_of
 from support.launching import alone
-from support.runs import read_rows
+from support.runs import final_state, read_rows
 
 from flowgrpo_rc.records import samples
 

@@ -13,21 +13,10 @@ from pathlib import Path
 
 import pytest
 from support.documented import ROOT
-from support.faults import (
-    EVERY,
-    Ended,
-    Trained,
-    command,
-    fault,
-    final_state,
-    sizes,
-    some,
-    started,
-    words_of,
-)
+from support.faults import EVERY, Ended, Trained, command, fault, sizes, some, started, words_of
 from support.launching import all_gone, marked
 from support.ray import needs_ray
-from support.runs import read_rows
+from support.runs import final_state, read_rows
 
 from flowgrpo_rc.cli import main
 

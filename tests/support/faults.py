@@ -25,13 +25,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
-from support.runs import fingerprint, read_rows, without_timings
+from support.runs import State
 
-from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint, not_finite
+from flowgrpo_rc.records.checkpoint import list_checkpoints, not_finite
 
 Harm = Callable[[], None]
-# Digests of the newest tensors, the state beside them, and the metrics without timings.
-State = tuple[dict[str, str], dict[str, object], list[dict[str, object]]]
 
 
 class Trained(NamedTuple):
@@ -48,7 +46,6 @@ class Trained(NamedTuple):
     changes: int
 
 
-STOP = "trainer.max_time=0.001"  # ends a run after its first step, with exit code 75
 # Every how many of the generated faults are taken; 1 takes them all.
 EVERY = int(os.environ.get("FAULTS_EVERY", "21"))
 
@@ -308,13 +305,6 @@ def recorded(change: Callable[[Any], dict[str, Any]]) -> Callable[[Any, Any], It
             yield replace(chunk, batch=chunk.batch.replace(**change(chunk.batch)))
 
     return changed
-
-
-def final_state(run: Path) -> State:
-    """Returns what a run has come to."""
-    newest = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
-    return prints, dict(newest.state), without_timings(read_rows(run))
 
 
 def sizes(pid: int) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""Small runs: the type of the `train` fixture, and how a test reads what a run left."""
+"""Small runs: their settings, how a test reads what they left, and runs that go on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,25 @@ from typing import Any
 
 import torch
 
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+
 WORDS = ("AB7X", "HELP", "K9Q", "MNPR", "TUV2", "WXY", "C3D4", "EFGH")
 Train = Callable[..., int]
 Trained = Callable[..., Path]
+# Digests of the newest tensors, the state beside them, and the metrics without timings.
+State = tuple[dict[str, str], dict[str, object], list[dict[str, Any]]]
+STOP = "trainer.max_time=0.001"  # ends a run after its first step, with exit code 75
+SMALL_TEXT = (
+    "--config-name=token_grpo",
+    "data.train_batch_size=4",
+    "rollout.n=4",
+    "rollout.micro_batch_size_per_gpu=null",
+    "rollout.val_kwargs.n=8",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+    "trainer.total_training_steps=2",
+    "trainer.device=cpu",
+)
 
 
 def small_run(checkpoint: Path, prompt_file: Path, folder: Path) -> list[str]:
@@ -69,3 +85,25 @@ def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "workers/"))}
         for row in rows
     ]
+
+
+def final_state(run: Path) -> State:
+    """Returns what a run has come to."""
+    newest = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+    prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
+    return prints, dict(newest.state), without_timings(read_rows(run))
+
+
+def stopped_and_whole(train: Train, folder: Path, *settings: str) -> Path:
+    """Trains once at a stretch, and once with a stop after each step; both end the same.
+
+    Returns the folder of the run that was stopped.
+    """
+    whole, stopped = folder / "whole", folder / "stopped"
+    assert train(*settings, f"trainer.output_dir={whole}") == 0
+    code = 75
+    while code == 75:
+        code = train(*settings, STOP, f"trainer.output_dir={stopped}")
+    assert code == 0
+    assert final_state(stopped) == final_state(whole)
+    return stopped

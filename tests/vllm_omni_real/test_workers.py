@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.engine_children import gone
-from support.faults import final_state
 from support.launching import all_gone, marked
+from support.runs import final_state
 
 if find_spec("vllm_omni") is None or find_spec("ray") is None:
     pytest.skip("vLLM-Omni or Ray is not installed", allow_module_level=True)
