@@ -220,7 +220,7 @@ def test_fp32_and_checkpointed_gradients_are_close(model: FlowModel) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["actor.steps_per_forward=0"], ["actor.steps_per_forward=0", "null"]),
+        (["actor.steps_per_forward=0"], ["actor.steps_per_forward=0", "at least 1"]),
         (["actor.steps_per_forward=9"], ["actor.steps_per_forward=9", "SDE steps"]),
         (
             ["actor.steps_per_forward=null", "actor.replay=aligned"],
