@@ -57,5 +57,5 @@ def test_a_run_leaves_rejected_samples_and_a_card_that_works(
     (tmp_path / "mine" / "README.md").write_text("# My project\n")
     capsys.readouterr()
     assert main(["export", str(run), "--out", str(tmp_path / "mine")]) == 2
-    assert "is no model card of ours" in capsys.readouterr().err
+    assert "README.md that is not ours" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
