@@ -32,9 +32,7 @@ def follow_parent() -> None:
 
 
 def say_error(message: str) -> None:
-    """Prints a message to stderr. A child of `launch` gives it to its parent, which prints once
-    what several children say.
-    """
+    """Prints a message to stderr, of several children of `launch` once."""
     channel = _channel()
     if channel is None:
         print(message, file=sys.stderr)

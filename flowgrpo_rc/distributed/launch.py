@@ -24,15 +24,10 @@ ADDRESS = "127.0.0.1"
 
 
 def launch(command: Sequence[str], num_processes: int, num_threads: int = 1) -> int:
-    """Runs a command in several processes on this machine.
+    """Runs a command, which calls `follow_parent` and `say_error`, in processes on this machine.
 
     The first signal that asks for a stop is passed on to each child once, and they have as long as
     they need. A second SIGTERM or SIGINT ends this process, and when it ends, so do its children.
-
-    Args:
-      command: calls `follow_parent` first, and `say_error` in place of printing an error.
-      num_processes: how many processes.
-      num_threads: threads of each on the CPU, unless OMP_NUM_THREADS is set.
 
     Returns:
       0 if all processes are complete, 75 if they have stopped early, otherwise the exit code of the

@@ -12,14 +12,8 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def set_numerics(*, deterministic: bool, tf32: bool) -> None:
     """Sets what a run asks for, before its first call of CUDA. It stays for the whole process.
 
-    Args:
-      deterministic: ask torch for kernels that give the same bits each time. The backward of
-        attention adds in any order otherwise. torch raises where it has no such kernel.
-      tf32: let products and convolutions of fp32 tensors round their factors to 10 bits of
-        mantissa. False forbids it, whatever was set before: a rollout says whether it did.
-
-    Raises:
-      ValueError: cuBLAS has started without the workspace that makes it deterministic.
+    `deterministic` asks torch for kernels with the same bits each time; `tf32` lets fp32 products
+    round their factors to 10 bits. ValueError if cuBLAS has started without its workspace.
     """
     if deterministic:
         if torch.cuda.is_initialized() and _WORKSPACE not in os.environ:

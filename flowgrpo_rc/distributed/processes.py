@@ -27,14 +27,10 @@ class ProcessLost(RuntimeError):
 
 
 class Processes:
-    """The processes of a run, seen from one of them.
+    """The processes of a run, seen from one of them; `is_main` writes files.
 
     Every process has to call a reduction, with tensors of the same shape unless it says otherwise.
     With one process a reduction returns its argument.
-
-    Attributes:
-      rank: number of this process, from 0.
-      is_main: True for the process that writes files.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -88,10 +84,7 @@ class Processes:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Lets the processes of a machine pass one after the other, where they use a GPU.
-
-        A model is loaded on the host first; all processes at once would need as many copies there.
-        """
+        """Lets processes on GPUs load one after the other, since a model is on the host first."""
         if self.count == 1 or self.device.type == "cpu":
             yield
             return
@@ -103,12 +96,7 @@ class Processes:
             self.wait()
 
     def meet(self, where: str, timeout_s: float) -> None:
-        """Waits until all processes have come here, process 0 for `timeout_s`.
-
-        Raises:
-          ProcessLost: one has not come to this place, `where` in words; on process 0 with the
-            numbers of all of these.
-        """
+        """Waits for all processes, process 0 for `timeout_s`. ProcessLost says who is missing."""
         if self.count == 1:
             return
         # The others wait longer, so that none of them gives up before process 0 has told.
@@ -151,19 +139,14 @@ class Processes:
         )
 
     def close(self) -> None:
-        """Leaves the process group at the end of a run.
-
-        Only for a run that ended well: a process that failed would wait here for the others.
-        """
+        """Leaves the process group at the end of a run that ended well; it waits for all."""
         self.accelerator.state.destroy_process_group()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Adds the gradients over the processes, in place; who has none gets zeros.
 
-        Losses are divided by global numbers of elements, so the sum is the gradient of the global
-        mini-batch. One flat buffer is enough, since LoRA gradients are small. Some tensors of a
-        LoRA have none, such as those of the last block's text stream in SD3, which a
-        DistributedDataParallel wrapper would refuse.
+        Some tensors of a LoRA have none, such as those of the last block's text stream in SD3, which
+        a DistributedDataParallel wrapper would refuse.
         """
         parameters = list(parameters)
         for parameter in parameters:

@@ -30,13 +30,7 @@ _NOT_OURS = {
 
 
 def resolve_strategy(strategy: str) -> str:
-    """Decides between whole weights (`ddp`) and sharded ones (`fsdp2`).
-
-    `auto` follows the configuration that accelerate launched this process with.
-
-    Raises:
-      ValueError: that configuration asks for something that the trainer does not do.
-    """
+    """Returns `ddp` or `fsdp2`; `auto` follows accelerate, whose other settings are ValueErrors."""
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not launched:
         return "ddp" if strategy == "auto" else strategy
@@ -56,9 +50,8 @@ def resolve_strategy(strategy: str) -> str:
 def shard_frozen_weights(networks: Iterable[Any], device: torch.device, timeout: timedelta) -> None:
     """Splits the frozen weights of networks over the processes of this node, in place.
 
-    With one process to a node, they are split over all processes. Each transformer block, as the
-    network's class names them, is gathered for its own forward and backward only. From then on
-    every process has to run the same forwards. Copies of a network have to be made before.
+    Each transformer block is gathered for its own forward and backward only. From then on every
+    process has to run the same forwards. Copies of a network have to be made before.
     """
     mesh = _mesh(device, timeout)
     for network in networks:
@@ -69,10 +62,7 @@ def shard_frozen_weights(networks: Iterable[Any], device: torch.device, timeout:
 
 
 def _mesh(device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """The processes that share the weights: those of one node, which has the fast links.
-
-    Nodes have no need of each other, since frozen weights have no gradients.
-    """
+    """Returns the processes that share the weights: those of one node, which has fast links."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     size = per_node if per_node > 1 else dist.get_world_size()
     group, _ = dist.new_subgroups(group_size=size, timeout=timeout)

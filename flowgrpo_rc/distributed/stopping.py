@@ -24,13 +24,7 @@ class StopRequest:
     """
 
     def __init__(self, max_time: float | None, *, at_once: bool = False) -> None:
-        """Starts the clock.
-
-        Args:
-          max_time: seconds until the run should stop; None for no limit.
-          at_once: a second SIGTERM or SIGINT ends the process, whatever it waits for. False leaves
-            it to the handlers of the program around, as the KeyboardInterrupt of a notebook.
-        """
+        """Starts the clock; with `at_once` a second SIGTERM or SIGINT ends the process."""
         self._deadline = None if max_time is None else time.monotonic() + max_time
         self._at_once = at_once
         self._asked: str | None = None

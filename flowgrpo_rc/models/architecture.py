@@ -29,13 +29,9 @@ _MOST_LAYERS = 1000  # ten times those of the largest models
 
 
 def build_architecture(config: ModelConfig) -> FlowModel:
-    """Builds the adapter of a checkpoint around models without weights.
+    """Builds the adapter of a checkpoint around models without weights, from its small files alone.
 
-    Only model_index.json and the configuration of each component are read. Tokenizers and other
-    components without weights are None.
-
-    Raises:
-      ValueError: as `adapter_of`, or the configuration of a component cannot be read.
+    Tokenizers and other components without weights are None. ValueError if a file cannot be read.
     """
     adapter = adapter_of(config)
     index = DiffusionPipeline.load_config(config.path)
@@ -58,11 +54,7 @@ def find_architecture(hub_id: str, folder: Path) -> Path | None:
 
 @cache
 def unpack_architecture(file: Path) -> Path:
-    """Writes the files of a pipeline, held in one JSON file, to a folder that ends with the
-    process.
-
-    `file` is an object of name, such as transformer/config.json -> content.
-    """
+    """Writes files of a pipeline, name -> content in one JSON file, to a temporary folder."""
     folder = Path(tempfile.mkdtemp(prefix=f"{file.stem}_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, content in read_mapping(file).items():

@@ -156,10 +156,7 @@ class FlowModel(ABC):
 
     @classmethod
     def cfg_scale(cls, spec: SamplerSpec) -> float:
-        """Returns the scale w of classifier-free guidance, in negative + w (positive - negative).
-
-        Above 1 a step takes a negative prompt and a second evaluation.
-        """
+        """Returns w in negative + w (positive - negative); above 1 steps take two evaluations."""
         value: float | None = getattr(spec, cls.cfg_key)
         return 1.0 if value is None else value + (1.0 - cls.unguided_scale)
 
@@ -190,11 +187,7 @@ class FlowModel(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
-        """Decodes final latents [B, ...], at sigma 0, as the stock pipeline does.
-
-        Returns:
-          Images [B, H, W, 3] or videos [B, F, H, W, 3], uint8.
-        """
+        """Decodes final latents to images [B, H, W, 3] or videos [B, F, H, W, 3], uint8."""
         size = self._decode_batch_size or len(latents)
         with self._vae.at_work():
             parts = [to_uint8(self._decode(part, spec)) for part in latents.split(size)]
@@ -202,12 +195,7 @@ class FlowModel(ABC):
 
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
-        """Raises ValueError if this checkpoint cannot make this size or this guidance.
-
-        Args:
-          spec: how to sample.
-          key: the configuration section that the settings come from, for messages.
-        """
+        """Raises ValueError, by the key of its section, if the checkpoint cannot sample so."""
 
     @abstractmethod
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
@@ -224,11 +212,7 @@ class FlowModel(ABC):
         return self._encode(prompts, max_sequence_length=max_sequence_length)
 
     def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
-        """Makes conditioning of the largest shape that prompts can have, to measure memory with.
-
-        Raises:
-          ValueError: the settings of the transformer do not tell the shape.
-        """
+        """Makes conditioning of the largest shape of prompts, to measure memory with."""
         config = self.transformer.config
         width = config.get(self.text_width_key)
         if width is None:
@@ -245,10 +229,7 @@ class FlowModel(ABC):
         return Conditioning(embeds=embeds, pooled=pooled, mask=mask)
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
-        """Returns the shape of one sample's latents, as the stock pipeline takes them.
-
-        It is channels, height and width unless overridden.
-        """
+        """Returns the shape of a sample's latents: channels, height, width unless overridden."""
         factor = self.pipeline.vae_scale_factor
         return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
 
@@ -301,11 +282,7 @@ class FlowModel(ABC):
     def _predict(
         self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        """Predicts the velocity under one prompt, without guidance but that of `embeds_guidance`.
-
-        Arguments are as of `velocity`: state `x`, timesteps `at`, and `text` of each sample. A
-        family that overrides `velocity` does without it.
-        """
+        """Predicts the velocity under one prompt; unused where a family overrides `velocity`."""
         raise NotImplementedError(f"{type(self).__name__} defines neither velocity nor _predict")
 
     def _combine(self, guided: Tensor, unguided: Tensor, spec: SamplerSpec) -> Tensor:
@@ -314,19 +291,11 @@ class FlowModel(ABC):
 
     @abstractmethod
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
-        """Decodes latents for `decode`, which has put the VAE on the device.
-
-        Returns values in [0, 1]: images [B, C, H, W] or videos [B, F, C, H, W].
-        """
+        """Decodes latents to [B, C, H, W] or [B, F, C, H, W] in [0, 1]; `decode` calls it."""
 
 
 def adapter_of(config: ModelConfig) -> type[FlowModel]:
-    """Finds the adapter of a checkpoint. Reads its model_index.json and nothing else.
-
-    Raises:
-      ValueError: the checkpoint cannot be read, no adapter is made for its pipeline class, or it
-        has a component that the adapter does not support.
-    """
+    """Finds a checkpoint's adapter by its model_index.json. ValueError if there is none."""
     index = read_index(config)
     if config.adapter is None:
         adapters = adapters_by_pipeline()
@@ -357,11 +326,7 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
 
 
 def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
-    """Loads a pipeline through diffusers and wraps it in the adapter for its class, without LoRA.
-
-    The transformer and the text encoders get the precision of `config.dtype`. ValueError as of
-    `adapter_of`.
-    """
+    """Loads a pipeline through diffusers and wraps it in its adapter, without LoRA."""
     adapter = adapter_of(config)
     # A component that the index marks as absent has to be passed as None, or diffusers refuses to
     # load the pipeline without it.

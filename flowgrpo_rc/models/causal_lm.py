@@ -61,11 +61,7 @@ class CausalLM:
     def encode(self, prompts: Sequence[str], *, max_length: int) -> tuple[Tensor, Tensor]:
         """Turns P prompts into tokens, int64 [P, L], padded on the left, and a mask, bool [P, L].
 
-        The tokenizer adds the tokens that it puts around every text, such as Llama's begin token.
-        No chat template is applied: prompt files hold the text that the model shall see.
-
-        Raises:
-          ValueError: a prompt has no token, or more than `max_length`; prompts are never cut.
+        ValueError if a prompt has no token, or more than `max_length`. No chat template is applied.
         """
         rows = token_rows(self.tokenizer, prompts, max_length=max_length)
         width = max(map(len, rows))
@@ -74,10 +70,7 @@ class CausalLM:
         return ids.to(self.device), mask.to(self.device)
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
-        """Turns tokens, int64 [B, T], into texts, without end tokens and other special ones.
-
-        `mask`, bool [B, T], is True for the tokens of the response.
-        """
+        """Turns tokens, int64 [B, T], inside a mask, bool, into texts without special ones."""
         rows = [
             [token for token in row[kept].tolist() if token not in self.eos_ids]
             for row, kept in zip(ids.cpu(), mask.cpu(), strict=True)
@@ -112,10 +105,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
-    """Loads network and tokenizer through transformers, without LoRA.
-
-    Only safetensors files are read, and no code of the checkpoint is run.
-    """
+    """Loads network and tokenizer from safetensors, without LoRA and code of the checkpoint."""
     from transformers import AutoModelForCausalLM
 
     with _reading(config):
@@ -141,10 +131,7 @@ def _reading(config: ModelConfig) -> Iterator[None]:
 
 @contextmanager
 def gradient_checkpointing(network: Any) -> Iterator[None]:
-    """Makes a forward keep only the inputs of the decoder layers, to save memory.
-
-    The backward pass computes the other activations again.
-    """
+    """Makes a forward keep the inputs of decoder layers only; the backward computes the rest."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [

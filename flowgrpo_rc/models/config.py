@@ -60,11 +60,7 @@ class ModelConfig:
         return None if is_local or self.path.count("/") != 1 else self.path
 
     def validate(self) -> None:
-        """Checks the settings without loading anything.
-
-        Raises:
-          ValueError: settings that cannot work, or that have no effect.
-        """
+        """Raises ValueError for settings that cannot work or have no effect; loads nothing."""
         check_choice("model.kind", self.kind, INDEX_FILES)
         check_choice("model.dtype", self.dtype, ("fp32", "bf16", "fp64"))
         check_choice("model.lora_init", self.lora_init, LORA_INITS)

@@ -23,10 +23,7 @@ from flowgrpo_rc.pictures import read_picture
 class EditingModel(FlowModel):
     """A flow model whose transformer also sees the latents of pictures, as further tokens.
 
-    The pictures of a batch may differ in number and size. Tokens of one size share a forward.
-
-    Attributes:
-      packages: what the pipeline needs besides, by the names under which it is imported.
+    The pictures of a batch may differ in number and size. `packages` have to be importable.
     """
 
     takes_images = True
@@ -34,10 +31,7 @@ class EditingModel(FlowModel):
 
     @abstractmethod
     def image_size(self, width: int, height: int, spec: SamplerSpec) -> tuple[int, int]:
-        """Returns rows and columns of the tokens of a condition image, whose sides are in pixels.
-
-        It needs no weights. ValueError if the model does not take a picture of this size.
-        """
+        """Returns rows and columns of a condition image's tokens. ValueError if it does not fit."""
 
     @torch.no_grad()
     def encode_edits(
@@ -65,9 +59,7 @@ class EditingModel(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """Predicts the velocity. Samples whose images have other sizes take a forward of their own,
-        since positions of tokens are those of a whole batch.
-        """
+        """Predicts the velocity; samples whose images have other sizes take another forward."""
         rows_of: dict[ImageSizes, list[int]] = {}
         for row, sizes in enumerate(conditioning.image_sizes):
             rows_of.setdefault(sizes, []).append(row)

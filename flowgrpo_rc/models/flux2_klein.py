@@ -133,10 +133,7 @@ class Flux2Klein(EditingModel):
         return decode_picture(self.pipeline, self.vae_latents(latents))
 
     def vae_latents(self, latents: Tensor) -> Tensor:
-        """Returns final latents, [B, 128, H/16, W/16], as the VAE takes them, [B, 32, H/8, W/8].
-
-        The stock pipeline calls these its latents.
-        """
+        """Returns final latents as the VAE takes them, [B, 32, H/8, W/8]."""
         vae = self.pipeline.vae
         mean, variance = (
             value.reshape(1, -1, 1, 1).to(latents)

@@ -1,6 +1,4 @@
-"""Small files of a model, in a local folder or on the Hugging Face Hub, and model_index.json, which
-says what a pipeline of diffusers consists of.
-"""
+"""Small files of a model, local or on the Hub, such as a pipeline's model_index.json."""
 
 from __future__ import annotations
 
@@ -62,12 +60,7 @@ def _is_component(value: Any) -> bool:
 
 
 def model_file(path: str, name: str) -> Path:
-    """Finds a file of the model at `model.path`, and fetches it if it is on the Hub.
-
-    Raises:
-      ValueError: it cannot be had. The message says whether the network, the access or the file is
-        missing.
-    """
+    """Finds a file of the model at `model.path`, maybe on the Hub. ValueError says what lacks."""
     folder = Path(path).expanduser()
     if folder.exists():
         return folder / name

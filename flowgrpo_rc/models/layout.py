@@ -35,11 +35,7 @@ SELF_AND_CROSS_ATTENTION = tuple(
 
 
 def input_dtype(transformer: Any) -> torch.dtype:
-    """Returns the precision of the inputs that a transformer takes, as its `dtype` does.
-
-    `ModelMixin.dtype` walks through all modules in search of a hook, at every call. Only the first
-    parameter is needed here.
-    """
+    """Returns `transformer.dtype`, without walking through all modules at every call."""
     kept = transformer._keep_in_fp32_modules or ()
     return next(
         parameter.dtype
@@ -49,13 +45,7 @@ def input_dtype(transformer: Any) -> torch.dtype:
 
 
 def run_transformer(transformer: Any, x: Tensor, text: Conditioning, **inputs: Any) -> Tensor:
-    """Runs a transformer on states and embeddings of text, cast to its precision.
-
-    Timesteps and guidance among the other `inputs` stay in fp32, since 16 bits would round them.
-
-    Returns:
-      Its output, fp32.
-    """
+    """Runs a transformer on states and texts in its precision, other inputs as they are; fp32."""
     dtype = input_dtype(transformer)
     if text.pooled is not None:
         inputs["pooled_projections"] = text.pooled.to(dtype)
@@ -121,10 +111,7 @@ def shifted_schedule(scheduler: Any, num_steps: int, mu: float, device: torch.de
 
 
 def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:
-    """Turns packed latents into a picture of latents, [B, C, 2 rows, 2 columns].
-
-    Packed are patches of 2 x 2 latents, row by row, [B, rows * columns, 4 C].
-    """
+    """Turns 2 x 2 patches, [B, rows * columns, 4 C], into latents, [B, C, 2 rows, 2 columns]."""
     patches = latents.unflatten(1, (rows, columns)).unflatten(-1, (-1, 2, 2))
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
@@ -147,10 +134,7 @@ def decode_picture(pipeline: Any, latents: Tensor) -> Tensor:
 
 
 class PackedModel(FlowModel):
-    """A flow model whose latents are tokens, [B, H/16 * W/16, 64], with evenly spaced sigmas.
-
-    A token is a patch of 2 x 2 latents, row by row; H and W are those of a picture in pixels.
-    """
+    """A flow model of 2 x 2 patches as tokens, [B, H/16 * W/16, 64], with evenly spaced sigmas."""
 
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill whole patches."""

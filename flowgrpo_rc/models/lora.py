@@ -22,16 +22,10 @@ from flowgrpo_rc.models.networks import transformers
 
 
 def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
-    """Puts a LoRA on each transformer of the model. From then on only its tensors train.
+    """Puts a LoRA on each transformer of the model, from the run's seed alone; returns the network.
 
-    They are fp32, or fp64 on an fp64 network. The initial values follow from the run's seed alone.
-
-    Returns:
-      The network.
-
-    Raises:
-      ValueError: the network has no module of a given name, or the file of `lora_path` does not
-        fit.
+    From then on only its tensors train. They are fp32, or fp64 on an fp64 network. ValueError if
+    modules or the file of `lora_path` do not fit.
     """
     network = model.network
     targets = list(config.target_modules or model.default_target_modules)
@@ -89,10 +83,7 @@ def reference_policy(network: Any) -> Iterator[None]:
 def other_weights(
     parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Gives a LoRA other values inside the context, by the same names. Nothing is copied.
-
-    A graph that is built inside must not be differentiated after the context.
-    """
+    """Gives a LoRA other values inside the context; its graph must not outlive that."""
     own = {name: parameter.data for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         parameter.data = tensors[name]

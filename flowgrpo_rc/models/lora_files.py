@@ -48,14 +48,7 @@ def export_name(config: ModelConfig, component: str) -> str:
 
 
 def load_export(network: nn.Module, config: ModelConfig) -> None:
-    """Copies the LoRA of `lora_path` into a network, at the strength that it was exported with.
-
-    A network of several transformers takes a folder, with a file for each.
-
-    Raises:
-      ValueError: there is no such file, it is damaged, a tensor is not finite, or it does not fit.
-        The message names the first difference.
-    """
+    """Copies the LoRA of `lora_path`, at its own strength. ValueError names what does not fit."""
     folder = Path(config.lora_path or "").expanduser()
     parts = {export_name(config, name): part for name, part in transformers(network).items()}
     if len(parts) > 1 and folder.is_file():
@@ -123,15 +116,7 @@ def peft_files(
     target_modules: Sequence[str],
     base: str,
 ) -> dict[str, bytes]:
-    """Makes the contents of both files of a LoRA, by their names.
-
-    Args:
-      state: its tensors by their names in the network.
-      rank: its inner dimension.
-      alpha: it is added with strength alpha / rank.
-      target_modules: name endings of the layers that have it.
-      base: path or hub id of the base model.
-    """
+    """Makes the contents of both files of a LoRA, by their names, of tensors by the network's."""
     described = LoraConfig(
         r=rank,
         lora_alpha=alpha,

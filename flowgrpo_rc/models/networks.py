@@ -23,10 +23,7 @@ class Networks(nn.Module):
 
 
 def transformers(network: Any) -> dict[str, Any]:
-    """Returns the transformers of a network by the names of their components, in order.
-
-    A transformer or a language model that is alone is `transformer`.
-    """
+    """Returns a network's transformers by component, in order; one alone is `transformer`."""
     return dict(network.networks) if isinstance(network, Networks) else {FIRST: network}
 
 

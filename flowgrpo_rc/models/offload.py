@@ -15,12 +15,10 @@ _ALIGNMENT = 256
 
 
 class Offloadable:
-    """Frozen modules that are on their device while they work.
+    """Frozen modules that are on their device while they work, or without `offload` always.
 
-    Nothing changes their tensors, so they are copied to the device and dropped there, never copied
-    back. On the host they lie in pinned memory, from which a GPU copies fastest.
-
-    Without `offload` they stay on the device.
+    Nothing changes their tensors, so they are copied to the device and dropped there. On the host
+    they lie in pinned memory, from which a GPU copies fastest.
     """
 
     def __init__(

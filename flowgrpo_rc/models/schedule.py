@@ -12,22 +12,13 @@ from flowgrpo_rc.batch import DiffusionBatch
 
 
 class Schedule(NamedTuple):
-    """The noise levels that a denoising walks through.
-
-    Attributes:
-      sigmas: fp32, [S+1], decreasing to 0.
-      timesteps: [S], as the transformer receives them.
-    """
+    """A denoising's noise levels, fp32 [S+1] down to 0, and the transformer's timesteps, [S]."""
 
     sigmas: Tensor
     timesteps: Tensor
 
     def check(self, batch: DiffusionBatch) -> None:
-        """Raises ValueError unless a rollout walked this schedule.
-
-        Training reads the schedule from the batch, so another one, or timesteps in 16 bits, would
-        show in no log-prob.
-        """
+        """Raises ValueError unless a rollout walked this schedule; no log-prob would show it."""
         for name, found, wanted in (
             ("sigmas", batch.sigmas, self.sigmas),
             ("all_timesteps", batch.all_timesteps, self.timesteps[batch.step_indices]),
@@ -48,9 +39,6 @@ def _first(values: Tensor) -> str:
 
 
 def to_uint8(pictures: Tensor) -> np.ndarray:
-    """Rounds values in [0, 1], [..., C, H, W], to 0 to 255, and puts channels last.
-
-    It is done where the pictures are, so that bytes travel to the host, and not floats.
-    """
+    """Rounds values in [0, 1], [..., C, H, W], to 0 to 255 on their device, channels last."""
     rounded = (pictures.float() * 255).round().to(torch.uint8)
     return rounded.movedim(-3, -1).cpu().numpy()

@@ -58,11 +58,7 @@ class WanTwoStage(Wan):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """Predicts the velocity of each row with the transformer of its timestep.
-
-        Rows on both sides of the boundary are evaluated apart, so the same rows give other last
-        bits than in a batch on one side.
-        """
+        """Predicts each row's velocity with its transformer; sides are evaluated apart."""
         if not isinstance(transformer, Networks):
             return super().velocity(transformer, latents, timesteps, conditioning, negative, spec)
         second_scale = spec.guidance_scale_2

@@ -74,10 +74,7 @@ class ZImage(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """Predicts the velocity; `guidance_scale` guides if there is a negative prompt.
-
-        The transformer takes lists, counts time from noise to image, and predicts image - noise.
-        """
+        """Predicts the velocity; the transformer takes lists and predicts image - noise."""
         dtype = input_dtype(transformer)
         prompts = _rows(conditioning, dtype)
         if negative is not None:

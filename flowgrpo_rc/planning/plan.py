@@ -31,14 +31,8 @@ from flowgrpo_rc.planning.work import Count, counts, operations, told
 class Plan:
     """What a run would need and do; rows are a name, a number and a formula or remark.
 
-    Attributes:
-      title: of the whole plan.
-      parameters: of each part.
-      memory: what one process holds all the time.
-      phases: what the phases of a step need besides, one after the other; empty if not measured.
-      context: what CUDA takes for itself.
-      host: of a machine.
-      counts: of samples, forwards and updates. A forward is one sample through the transformer.
+    `memory` is held all the time; `phases`, empty if not measured, follow each other. A forward in
+    `counts` is one sample through the transformer.
     """
 
     title: str
@@ -76,12 +70,7 @@ class Plan:
 
 
 def make_plan(job: Job, *, measure: bool = True) -> Plan:
-    """Plans a run.
-
-    Args:
-      job: from `job_of`.
-      measure: also measure activations, which takes up to a minute for the largest models.
-    """
+    """Plans a run; to `measure` activations takes up to a minute for the largest models."""
     networks = job.networks.items()
     parameters = [(name, numbers_in(part), type(part).__name__) for name, part in networks]
     share = 100 * job.trained / numbers_in(job.model.network)
@@ -105,17 +94,9 @@ def make_plan(job: Job, *, measure: bool = True) -> Plan:
 
 
 def job_of(config: Config, processes: int, architectures: Path, *, nodes: int = 1) -> Job:
-    """Checks settings and builds their model without weights.
+    """Checks settings and builds their model without weights, spread evenly over `nodes`.
 
-    Args:
-      config: the settings.
-      processes: how many processes share a step.
-      architectures: a folder of pipelines without weights, for hub ids.
-      nodes: how many machines the processes are spread over, evenly.
-
-    Raises:
-      ValueError: the settings cannot work on any machine, or the model is neither there nor in
-        `architectures` nor on the hub.
+    Pipelines of hub ids may lie in `architectures`. ValueError if the settings cannot work.
     """
     if config.model.kind != "diffusion":
         raise ValueError(

@@ -35,14 +35,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a step is made of: medians over a run's steps without the first.
-
-    Attributes:
-      chunks: chunks of all processes of the trainer, which share the workers.
-      chunk_s: seconds of a worker for a chunk.
-      reward_s: seconds from the last chunk of a step to its last reward.
-      training_s: seconds of the trainer for everything else.
-    """
+    """What a step is made of: seconds are medians over a run's steps without the first."""
 
     chunks: int
     chunk_s: float
@@ -72,22 +65,15 @@ class Work:
         return self.training_s / self.step_s(workers, staleness)
 
     def enough_workers(self, staleness: int) -> int:
-        """Returns the smallest number of workers that no larger number beats by 1% or more.
-
-        One worker more may gain nothing where two more do: 8 chunks take 4 workers as long as 5.
-        """
+        """Returns the smallest number of workers that no larger number beats by 1% or more."""
+        # One worker more may gain nothing where two do: 8 chunks take 4 as long as 5.
         most = self.chunks * (staleness + 1)  # more have nothing to do
         longest = (1 + _GAIN) * self.step_s(most, staleness)
         return next(n for n in range(1, most + 1) if self.step_s(n, staleness) < longest)
 
 
 def worker_tables(arguments: argparse.Namespace) -> str:
-    """Returns how long a step of a run would take with workers, as text.
-
-    Raises:
-      ValueError: an option is missing or has no effect, a setting is not that of the run, or the
-        run does not tell what is needed.
-    """
+    """Returns how long a step of a run would take with workers, as text."""
     if arguments.measured is None:
         raise ValueError(
             "--workers needs measured seconds: give --measured RUN, the folder of a run of the "
@@ -120,12 +106,7 @@ def worker_tables(arguments: argparse.Namespace) -> str:
 
 
 def read_measured(folder: RunFolder) -> tuple[int, float, Work]:
-    """Reads what a run measured: the number of its steps, their seconds, and what they are made of.
-
-    Raises:
-      ValueError: this is no run, it took fewer than two steps, or its sampling has no seconds of
-        its own.
-    """
+    """Reads the number of a run's steps, their seconds, and what they are made of."""
     where = f"--measured {folder.root}"
     if not folder.metrics.is_file():
         raise ValueError(
@@ -160,13 +141,7 @@ def read_measured(folder: RunFolder) -> tuple[int, float, Work]:
 
 
 def _work(config: Config, processes: int, pairs: Sequence[tuple[Row, Row]]) -> Work:
-    """Returns what a step is made of.
-
-    Args:
-      config: that of the run.
-      processes: those of the trainer.
-      pairs: the row of each step, behind that of the step before.
-    """
+    """Returns what a step is made of; `pairs` have the row of a step behind that before it."""
 
     def between_readings_s(before: Row, row: Row) -> float:
         evaluation, checkpoint = before.get("timing_s/evaluation"), row.get("timing_s/checkpoint")
@@ -193,11 +168,7 @@ def _work(config: Config, processes: int, pairs: Sequence[tuple[Row, Row]]) -> W
 
 
 def _staleness(folder: RunFolder, overrides: Sequence[str]) -> int:
-    """Returns the staleness that is asked for, by default that of the run.
-
-    Raises:
-      ValueError: another setting would change what the run measured.
-    """
+    """Returns the staleness that is asked for. ValueError if another setting is not the run's."""
     asked = stored_config(folder.config, overrides)
     there, here = (
         flat_settings(asdict(config)) for config in (stored_config(folder.config), asked)

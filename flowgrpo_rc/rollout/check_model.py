@@ -7,11 +7,7 @@ from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, Rollout
 
 
 def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
-    """Checks the settings of images and videos against an adapter.
-
-    Raises:
-      ValueError: a setting has no effect, or one that the model needs is missing.
-    """
+    """Raises ValueError if a setting has no effect on the model, or one that it needs is null."""
     _check_guidance(model, rollout.pipeline, "rollout.pipeline")
     _check_guidance(model, rollout.val_kwargs, "rollout.val_kwargs")
     _check_pipeline(model, rollout.pipeline)

@@ -14,13 +14,9 @@ B = TypeVar("B", bound=Batch)
 
 
 def concat(batches: Sequence[B]) -> B:
-    """Joins several batches of one rollout into one with the rows of all, in order.
+    """Joins batches of one rollout, in order; pads texts and prompts to the longest.
 
-    Responses and prompts of different lengths are padded to the longest. Batches that have the
-    conditioning of their own prompts get one conditioning of all prompts.
-
-    Raises:
-      ValueError: the batches differ in a field that their samples share.
+    ValueError if they differ in a field that their samples share.
     """
     batches = _with_one_conditioning(batches)
     first = batches[0]

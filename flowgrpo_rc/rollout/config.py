@@ -202,10 +202,7 @@ class RolloutConfig:
     val_kwargs: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def spec(self, step: int = 1, *, tf32: bool = False) -> SamplerSpec:
-        """Returns the sampler of the rollouts of a training step, from 1; a window may slide.
-
-        Shapes and schedules do not depend on `tf32`, which is `trainer.tf32`.
-        """
+        """Returns the sampler of a training step, the first of which is 1; a window may slide."""
         return SamplerSpec(
             **vars(self.pipeline),
             noise_level=self.algo.noise_level,
@@ -254,10 +251,7 @@ class RolloutConfig:
         return window_bounds(steps, algo.sde_window_size, algo.sde_window_range, algo.sde_type)
 
     def window_at(self, step: int) -> tuple[int, int, int]:
-        """Returns (size, first, last) of the windows of a training step, the first of which is 1.
-
-        A sliding window has one place; others are drawn between first and last.
-        """
+        """Returns (size, first, last) of the windows of a step, the first of which is 1."""
         size, first, last = self.window()
         interval = self.algo.sde_window_interval
         if interval is None:

@@ -46,13 +46,10 @@ def showing(gpus: str | None) -> Iterator[None]:
 
 @cache
 def faster_dtype(device: torch.device) -> str:
-    """Returns `bf16` or `fp32`, whichever samples faster on a device.
-
-    A GPU multiplies faster in bf16. Of CPUs some do (AMX, AVX512_BF16) and others take longer, so
-    products in both are timed, by turns. It takes about a second, or less, once in a process.
-    """
+    """Returns `bf16` or `fp32`, whichever samples faster on a device; times a CPU for a second."""
     if device.type == "cuda":
         return "bf16"
+    # Some CPUs multiply faster in bf16 (AMX, AVX512_BF16), others slower.
     rows, inputs, outputs = SHAPE
     operands = {
         dtype: (torch.ones(rows, inputs, dtype=dtype), torch.ones(inputs, outputs, dtype=dtype))

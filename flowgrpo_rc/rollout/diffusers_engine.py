@@ -17,10 +17,7 @@ from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
 
 
 class DiffusersEngine(ReplicaEngine[ImageRequest]):
-    """Samples with a copy of the LoRA-wrapped transformer.
-
-    VAE, text encoders and scheduler are those of the trainer's model.
-    """
+    """Samples with a copy of the LoRA-wrapped transformer, and the trainer's encoders and VAE."""
 
     kind = "diffusion"
     compiles = True

@@ -72,10 +72,7 @@ class ImageRequest(RolloutRequest):
 
     @property
     def latent_seeds(self) -> Sequence[int]:
-        """Returns the seed of each sample's initial noise, [B].
-
-        With a shared prefix it is that of the prompt's first sample.
-        """
+        """Returns the seeds of the initial noise, [B]; with a shared prefix one for each prompt."""
         if not self.spec.shared_prefix:
             return self.seeds
         n = self.samples_per_prompt
@@ -182,25 +179,15 @@ class RolloutEngine(ABC, Generic[R]):
 
     @abstractmethod
     def generate(self, request: R) -> Iterator[RolloutChunk]:
-        """Yields chunks as they finish, so that scoring can start early.
-
-        `concat` joins their batches.
-        """
+        """Yields chunks as they finish, so that scoring can start early."""
 
     @abstractmethod
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Takes over the trainer's LoRA; later chunks report `version`, the number of updates.
-
-        Raises:
-          ValueError: names or shapes do not match exactly.
-        """
+        """Takes over the LoRA after `version` steps. ValueError unless names and shapes match."""
 
     @abstractmethod
     def held_weights(self) -> Mapping[str, Tensor] | None:
-        """Returns the LoRA tensors that it samples with, in its precision, by the trainer's names.
-
-        None if they are out of the trainer's reach and `sync_weights` compares them instead.
-        """
+        """Returns the LoRA that it samples with, by the trainer's names; None if out of reach."""
 
     def check_weights(self, pushed: Mapping[str, Tensor], version: int) -> None:
         """Raises EngineError if the engine holds another LoRA than the one pushed last."""
@@ -213,11 +200,7 @@ class RolloutEngine(ABC, Generic[R]):
             )
 
     def plain_layers(self) -> int | None:
-        """Returns how many layers hold plain weights that `rollout.quantization` should change.
-
-        None if the weights are out of the trainer's reach; an engine that offers quantizations and
-        lives in its process says it.
-        """
+        """Returns how many layers `rollout.quantization` left plain; None if nobody can look."""
         return None
 
     def check_quantization(self, spec: Spec) -> None:
@@ -261,10 +244,7 @@ def check_tensors(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size])
 
 
 def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
-    """Counts the LoRA tensors that an engine holds otherwise than pushed, apart from rounding.
-
-    A tensor that only one of the two has counts as well.
-    """
+    """Counts LoRA tensors that only one side has, or that differ by more than rounding."""
     one_sided = held.keys() ^ pushed.keys()
     differ = [
         (tensor != pushed[name].to(tensor)).any() for name, tensor in held.items() if name in pushed

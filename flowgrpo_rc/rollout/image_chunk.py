@@ -21,10 +21,7 @@ def image_chunk(
     spec: SamplerSpec,
     version: int,
 ) -> RolloutChunk:
-    """Makes a chunk of the sampled `rows` of a request, decoded if it asks for that.
-
-    The conditionings are those of all its prompts, [P]; `spec` says how rows were really sampled.
-    """
+    """Makes a chunk of sampled `rows`; conditionings are those of all prompts of the request."""
     device = model.device
     prompt_index = torch.tensor([row // request.samples_per_prompt for row in rows], device=device)
     window = request.window[rows.start : rows.stop].to(device)

@@ -53,11 +53,7 @@ def check_device(
 
 
 def check_int8_products(device: torch.device) -> None:
-    """Raises ValueError if this processor multiplies matrices of int8 wrongly.
-
-    Kernels that lack VNNI, or may not use it, add two products of 8 bits in 16 bits, which
-    overflows. A GPU's do not.
-    """
+    """Raises ValueError if int8 products overflow, as without VNNI they do in 16 bits."""
     if device.type != "cpu":
         return
     # Every sum of two products is 2 * 127 * 127 or more, and so near to what 16 bits hold that
@@ -73,11 +69,7 @@ def check_int8_products(device: torch.device) -> None:
 
 
 def quantize(network: nn.Module, name: str) -> None:
-    """Quantizes the linear layers of a transformer's blocks in place.
-
-    Raises:
-      ValueError: the shape of a layer does not allow it, or the processor multiplies wrongly.
-    """
+    """Quantizes the blocks' linear layers in place. ValueError if their shapes do not allow it."""
     from torchao.quantization import quantize_
 
     check_layers(network, name)
@@ -103,11 +95,7 @@ def is_quantized(weight: Tensor) -> bool:
 
 
 def count_quantized(network: nn.Module) -> tuple[int, int]:
-    """Counts the layers of any class that hold quantized matrices, and those that hold any matrix.
-
-    Norms and biases stay as they are in every method. A method that a layer merely names does not
-    count either, since its kernel may have left the weights alone.
-    """
+    """Counts layers of any class that hold quantized matrices, and those that hold matrices."""
     matrices = [
         [weight for weight in module.parameters(recurse=False) if weight.ndim > 1]
         for module in network.modules()

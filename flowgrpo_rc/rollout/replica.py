@@ -33,26 +33,12 @@ class Replica:
 
     * In the training weights' own precision the copy shares their frozen tensors.
     * The LoRA is always a copy. It stays separate unless `merge_lora` adds it to the weights, which
-      saves its own layers at every forward. Sums in bf16 then round a small update away, or up.
+      saves its own layers at every forward. Sums in bf16 then round a small update away, or up. A
+      sum is always made of the trainer's weights, so that its rounding does not add up.
     * The LoRA is marked as trainable, as the trainer's is. torch multiplies by such a weight in
       another way, with other bits, even where no gradient is recorded.
     * Buffers that a checkpoint does not hold keep their precision, as they do when a model is
       loaded in `dtype`. Rotary frequencies in bf16 would stand for other positions.
-
-    Args:
-      network: the trainer's network with its LoRA.
-      dtype: precision of the copy.
-      quantization: of its frozen weights, a key of `quantization.PACKAGES`; None for none.
-      backend: the backend of torch.compile for the repeated blocks; None for no compilation.
-      merge_lora: add the LoRA to the weights, now and at each `sync`. The sum is made of the
-        trainer's weights each time, so that its rounding does not add up. Needs a second copy of
-        the layers with a LoRA.
-
-    Attributes:
-      network: the copy.
-      lora: its LoRA, name -> tensor.
-      precision: name of its precision, such as `bf16+int8`.
-      version: of the weights in the LoRA.
     """
 
     def __init__(
@@ -132,10 +118,7 @@ class ReplicaEngine(RolloutEngine[R]):
 def _prepare_merging(
     network: torch.nn.Module, replica: torch.nn.Module
 ) -> list[tuple[Any, Tensor]]:
-    """Gives each layer with a LoRA a weight of its own, to which the LoRA is then added.
-
-    Returns each layer of the copy with the trainer's frozen weight of that layer.
-    """
+    """Gives layers of the copy own weights; returns each with the trainer's frozen weight."""
     pairs = []
     for layer, trained in zip(lora_layers(replica), lora_layers(network), strict=True):
         base = layer.get_base_layer()

@@ -213,10 +213,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
         return [output.outputs[0] for output in outputs]
 
     def _check_binding(self) -> None:
-        """Raises ValueError if vLLM ignores a kind of target module.
-
-        Random weights in those modules must change the log-probability of a fixed prompt.
-        """
+        """Raises ValueError if a LoRA on a kind of target module changes no log-prob."""
         base = self._probe()
         tensors_of: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, shape in self._shapes.items():
@@ -240,13 +237,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
 
 
 class VllmAdapter:
-    """The one adapter that a vLLM engine holds: a folder in peft's layout, named by a request.
-
-    Its `config` is that of the network's `peft_config`; `base` is the path of the checkpoint.
-
-    Attributes:
-      request: goes with all that is sampled; None for the base model.
-    """
+    """The one adapter of a vLLM engine: a folder in peft's layout, named by a `request`."""
 
     def __init__(self, engine: Any, base: str, config: Any) -> None:
         from vllm.lora.request import LoRARequest
@@ -259,11 +250,9 @@ class VllmAdapter:
         self._count = 0
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Makes LoRA tensors, all or some, the adapter, in place of the former one.
-
-        Each time it is a new adapter to vLLM, which caches weights by number and prefixes by name.
-        """
+        """Makes LoRA tensors, all or some, the adapter, in place of the former one."""
         self.drop()
+        # A new adapter to vLLM each time: it caches weights by number and prefixes by name.
         self._count += 1
         # vLLM may read the folder again as long as the adapter is in use, so it stays until then.
         folder = Path(mkdtemp(prefix="flowgrpo_rc_lora_"))
@@ -294,10 +283,7 @@ class VllmAdapter:
 
 
 def module_of(key: str) -> str:
-    """Returns the module that a LoRA tensor belongs to.
-
-    `model.layers.0.self_attn.q_proj.lora_A.default.weight` gives `model.layers.0.self_attn.q_proj`.
-    """
+    """Returns the module that a LoRA tensor belongs to."""
     return key.split(".lora_")[0]
 
 

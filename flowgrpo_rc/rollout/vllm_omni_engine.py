@@ -1,7 +1,4 @@
-"""Rollouts of image models by vLLM-Omni (https://docs.vllm.ai/projects/vllm-omni).
-
-Each process of the trainer has an engine in a process of its own.
-"""
+"""Rollouts of image models by vLLM-Omni, beside each trainer process in a process of its own."""
 
 from __future__ import annotations
 
@@ -146,10 +143,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         device: torch.device,
         options: Mapping[str, Any],
     ) -> None:
-        """Raises ValueError for a model or options that vLLM-Omni cannot take.
-
-        Raises ImportError if vLLM-Omni is missing. See `RolloutEngine.check` for the parameters.
-        """
+        """Raises ValueError for what vLLM-Omni cannot take, ImportError if it is missing."""
         defaults = {name: each.default for name, each in signature(cls).parameters.items()}
         given = defaults | dict(options)
         _check_model(pipeline_class, absent, given["quantization"])
@@ -170,11 +164,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
                 self._restart(error)
 
     def _sampled(self, request: ImageRequest, first: int) -> Iterator[RolloutChunk]:
-        """Yields the chunks of a request, without the first `first` samples.
-
-        The engine samples those before it as well, so that every forward holds the same samples.
-        """
-        question = self._question(request)
+        """Yields a request's chunks without its first samples, which are sampled all the same."""
+        question = self._question(request)  # for all, so that forwards hold the same samples
         self._make_room()
         replies = self._process.ask(*question)
         encoded = next(replies).tensors

@@ -19,12 +19,7 @@ from flowgrpo_rc.training.config import AlgorithmConfig
 
 @dataclass(frozen=True, eq=False)
 class AdvantageEstimator:
-    """Makes advantages of rewards.
-
-    Attributes:
-      weights: weight of each reward.
-      train_n: samples of each group that are trained on; None for all.
-    """
+    """Makes advantages of rewards with their weights, and picks `train_n` samples of a group."""
 
     config: AlgorithmConfig
     weights: Mapping[str, float]

@@ -25,10 +25,7 @@ from flowgrpo_rc.training.update import PolicyUpdate
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """Saves and loads the parts of a run that change from step to step.
-
-    `keep` is how many checkpoints stay in the `folder` of all.
-    """
+    """Saves and loads the parts of a run that change; `keep` checkpoints stay in `folder`."""
 
     folder: Path
     keep: int

@@ -1,6 +1,4 @@
-"""The training loop. One step: prompts -> rollout -> rewards -> old log-probs -> correction ->
-advantages -> update.
-"""
+"""The training loop: prompts, rollout, rewards, old log-probs, correction, advantages, update."""
 
 from __future__ import annotations
 
@@ -40,19 +38,7 @@ class Trainer:
     """Runs the steps that are left of a run; `flowgrpo_rc.build` makes it.
 
     Everything random follows from (seed, step, prompt slot, sample), so a resumed run is bit-equal
-    to one that was never interrupted.
-
-    Attributes:
-      task: what differs between images and text.
-      source: where trajectories come from.
-      algorithm: makes losses of samples with advantages.
-      update: makes optimizer steps of losses.
-      mini_batch_size: samples of a mini-batch on one process.
-      may_be_stale: whether the weights that sample may be older than those that are trained.
-      evaluator: scores the held-out prompts.
-      suites: what evaluations ask besides.
-      state: what a checkpoint holds.
-      journal: what is written down of a step.
+    to one that was never interrupted. `mini_batch_size` counts samples of one process.
     """
 
     config: TrainerConfig
@@ -81,11 +67,7 @@ class Trainer:
         self.state.sync(self._step)
 
     def fit(self, stop: StopRequest) -> str | None:
-        """Trains to the end, or until `stop` asks.
-
-        Returns:
-          Why it stopped early, or None if the run is complete.
-        """
+        """Trains to the end, or until `stop` asks; returns why it stopped early, or None."""
         total = self.config.total_training_steps
         if self._step == 0 and self.config.val_before_train:
             self._evaluate()
@@ -177,10 +159,7 @@ class Trainer:
         self.journal.finish(self._step, metrics)
 
     def _due(self, frequency: int) -> bool:
-        """Returns whether this is one of every `frequency` steps, or the last.
-
-        0: only the last; -1: none.
-        """
+        """Returns whether this is one of every `frequency` steps, or the last; -1: never."""
         at_end = self._step == self.config.total_training_steps
         return (at_end and frequency >= 0) or (frequency > 0 and self._step % frequency == 0)
 

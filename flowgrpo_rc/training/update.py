@@ -43,11 +43,7 @@ MOST_NONFINITE = 5
 
 
 class PolicyUpdate:
-    """Trains the LoRA by the losses of an algorithm; owns optimizer, schedule and average.
-
-    Attributes:
-      parameters: the LoRA tensors that are trained.
-    """
+    """Trains the LoRA by the losses of an algorithm; owns optimizer, schedule and average."""
 
     def __init__(
         self,
@@ -78,10 +74,7 @@ class PolicyUpdate:
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
-        """Takes all optimizer steps of an iteration; returns metrics, names without prefix.
-
-        So many consecutive samples of this process's part of the batch make a mini-batch here.
-        """
+        """Takes all optimizer steps of an iteration, of so many of this process's samples each."""
         metrics = MetricBag()
         self._updates_here = 0
         minis = self._algorithm.before_update(batch.split(samples_per_mini_batch))
@@ -93,11 +86,7 @@ class PolicyUpdate:
         return metrics
 
     def _mini_batch(self, mini: Batch, metrics: MetricBag) -> Batch:
-        """Takes one optimizer step; returns the mini-batch as later epochs take it.
-
-        The gradient is that of one loss over the mini-batch of all processes, however it is cut
-        into micro-batches.
-        """
+        """Takes one optimizer step; returns the mini-batch as later epochs take it."""
         backward = partial(self._backward, metrics=metrics)
         mini, parts = self._algorithm.loss(mini, backward, metrics, updates=self._updates_here)
         self._divide_gradients(parts)
@@ -135,12 +124,9 @@ class PolicyUpdate:
         return self._config.kl_loss_coef * (penalty * forward.share).sum()
 
     def _step(self, metrics: MetricBag) -> None:
-        """Clips the gradient and takes the optimizer step; skips a gradient that is not finite.
-
-        The host waits for the device twice: for the norm, and for whether all numbers are finite.
-        """
+        """Clips the gradient and takes the optimizer step; skips a gradient that is not finite."""
         norm = nn.utils.clip_grad_norm_(self.parameters, self._config.optim.clip_grad)
-        value = norm.item()
+        value = norm.item()  # here the host waits for the device, and again in `not_finite`
         metrics.max("lr", torch.tensor(float(self._schedule.get_last_lr()[0]), dtype=torch.float64))
         if math.isfinite(value):
             self._optimizer.step()
@@ -202,11 +188,7 @@ class PolicyUpdate:
         }
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Goes back to what `tensors` and `state` recorded, bit for bit.
-
-        Raises:
-          CheckpointError: they are not of this run.
-        """
+        """Goes back to what `tensors` and `state` recorded, bit for bit; else CheckpointError."""
         lora = check_tensors("lora", tensors["lora"], self.lora_state())
         for name, parameter in self._named.items():
             parameter.data.copy_(lora[name])

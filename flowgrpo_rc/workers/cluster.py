@@ -43,14 +43,7 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """A Ray cluster that this process is connected to.
-
-    Attributes:
-      address: by which other processes of the run connect.
-      namespace: of the run's actors.
-      token: a secret of a cluster that the run has started; nobody connects without it. Empty for a
-        cluster that was running, whose token Ray finds by itself.
-    """
+    """A Ray cluster of this process; `token` is its secret if the run started it, or else empty."""
 
     address: str
     namespace: str
@@ -61,14 +54,8 @@ class Cluster:
 class PoolSettings:
     """Says what a pool of workers is made of.
 
-    Attributes:
-      num_cpus: cores that Ray sets aside for each worker; also its threads.
-      num_gpus: GPUs of each, or the share of one.
-      timeout_s: the longest time to load, or for a chunk; then the worker is taken to hang.
-      max_restarts: how often workers are started again, all together.
-      staleness: how many versions of the LoRA are in use besides the newest.
-      in_turn: workers of one machine load one after the other. A model that is on its way to a GPU
-        is on the host for a while; all workers at once would need as many copies there.
+    `staleness` is how many versions of the LoRA are in use besides the newest. With `in_turn` the
+    workers of a machine load one after the other: on its way to a GPU a model is on the host.
     """
 
     num_workers: int
@@ -90,11 +77,8 @@ def start_workers(
 ) -> RolloutEngine[Any]:
     """Starts workers that all processes of a run share; each process calls this.
 
-    They join the Ray cluster at `address`, or start one on this machine if that is None.
-
-    Raises:
-      EngineError: the cluster cannot be reached, or no worker starts.
-      ValueError: the workers ask for more GPUs than the trainer leaves.
+    They join the Ray cluster at `address`, or start one on this machine if that is None. ValueError
+    if the trainer leaves too few GPUs, EngineError if no worker starts.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes.count))
     if address is None and here < processes.count:
@@ -132,17 +116,7 @@ def start_workers(
 def spare_gpus(
     device: torch.device, num_trainers: int, num_workers: int, share: float
 ) -> str | None:
-    """Returns the GPUs that no trainer process uses, for CUDA_VISIBLE_DEVICES.
-
-    Args:
-      device: the trainer's. On GPUs its processes take one each, from the first on.
-      num_trainers: processes of the trainer on this machine.
-      num_workers: how many workers there are.
-      share: GPUs of each of them, or the share of one; 0 for none, which returns None.
-
-    Raises:
-      ValueError: there are fewer.
-    """
+    """Returns the GPUs that no trainer process uses, for CUDA_VISIBLE_DEVICES; None for none."""
     if share == 0:
         return None
     wanted = num_workers * share if share >= 1 else math.ceil(num_workers / int(1 / share))
@@ -161,12 +135,8 @@ def spare_gpus(
 def start_or_join(address: str | None, num_cpus: int, gpus: str | None = None) -> Cluster:
     """Starts a cluster on this machine, or joins the one at `address`, with a namespace of its own.
 
-    A cluster that is started has `num_cpus` cores and, of the GPUs that this process sees, those in
-    `gpus`; None for all. It has no dashboard, listens on 127.0.0.1 alone, asks for a token of its
-    own, and ends with this process.
-
-    Raises:
-      EngineError: Ray would listen on other addresses, or cannot be reached.
+    A cluster that is started listens on 127.0.0.1 alone, asks for a token, and ends with this
+    process. Of the GPUs that this process sees it has those in `gpus`; None for all.
     """
     namespace = f"flowgrpo_rc_{uuid.uuid4().hex}"
     if address is not None:
@@ -244,10 +214,7 @@ def _connected(address: str, namespace: str, **local: Any) -> Cluster:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keeps Ray from SIGTERM, which it takes over, and its processes from those to a whole group.
-
-    A closed terminal or Slurm's warning reaches them, too, and only the trainer knows what to do.
-    """
+    """Keeps Ray from SIGTERM, which it takes over, and its processes from signals to a group."""
     handler = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
     try:

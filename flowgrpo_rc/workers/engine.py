@@ -28,11 +28,7 @@ _POOL = "pool"
 
 
 class WorkersEngine(RolloutEngine[Any]):
-    """Samples with a pool of workers. Chunks have fixed bounds, so any worker gives the same bits.
-
-    A version of the LoRA is put into the object store once. A chunk is sampled entirely by one
-    version.
-    """
+    """Samples with a pool of workers; chunks have fixed bounds, so any worker gives the same bits."""
 
     kind = ""
     elsewhere = True
@@ -43,10 +39,7 @@ class WorkersEngine(RolloutEngine[Any]):
         settings: PoolSettings,
         device: torch.device,
     ) -> None:
-        """Starts the pool. EngineError if no worker starts.
-
-        Other processes than the first, whose `make_engine` is None, join the pool.
-        """
+        """Starts the pool, or joins that of another process if `make_engine` is None."""
         self._settings = settings
         self._device = device
         self._version = 0

@@ -33,14 +33,7 @@ LATENTS = "latents"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledChunk:
-    """A chunk as a worker sends it.
-
-    Attributes:
-      header: that of its packed batch.
-      tensors: those of its packed batch, and the final `latents` of pictures, as `to_bytes` makes
-        them. Encoded prompts come with the first chunk of a request.
-      samples: what rewards see; None if nothing was decoded.
-    """
+    """A chunk as a worker sends it: a packed batch with LATENTS, and what rewards see of it."""
 
     header: Mapping[str, Any]
     tensors: bytes
@@ -83,15 +76,7 @@ class Worker:
         version: int,
         adapter: bytes,
     ) -> tuple[int, SampledChunk]:
-        """Samples the rows of one chunk of a request with a version of the LoRA.
-
-        Returns:
-          The number of bytes of the chunk, and the chunk.
-
-        Raises:
-          EngineError: the engine has sampled with other settings, does not hold this LoRA
-            afterwards, or does not quantize.
-        """
+        """Samples a chunk of a request with a version of the LoRA; returns its bytes and itself."""
         state = load(adapter)
         if version != self._version:
             self._engine.sync_weights(state, version)

@@ -43,15 +43,7 @@ def receive(connection: Connection) -> Message:
 def weights_to_bind(
     state: Mapping[str, Tensor], *, adapter: str, scale: float, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Returns the tensors that the engine must hold: in its precision, alpha / rank in lora_B.
-
-    Args:
-      state: name -> tensor in the trainer's network, such as
-        `blocks.0.attn.to_q.lora_A.default.weight`.
-      adapter: the adapter's name, `default` in that example; peft's files and new names lack it.
-      scale: alpha / rank.
-      dtype: the engine's precision.
-    """
+    """Returns LoRA tensors as the engine must hold them, with `scale` (alpha / rank) in lora_B."""
     return {
         name.replace(f".{adapter}.", "."): (tensor * scale if ".lora_B." in name else tensor).to(
             "cpu", dtype

@@ -1,7 +1,4 @@
-"""vLLM-Omni's diffusion engine behind the trainer's requests.
-
-Only the engine's process imports this module.
-"""
+"""vLLM-Omni's diffusion engine behind the trainer's requests, in the engine's process alone."""
 
 from __future__ import annotations
 
@@ -28,12 +25,7 @@ BATCH_WAIT_MS = 50.0  # the last, smaller forward of a request waits so long; a 
 
 
 class Host:
-    """Starts vLLM-Omni and answers the requests `start`, `sync` and `generate`.
-
-    Args:
-      fields: those of the request `start`: `pipeline` (a class of `pipelines`), `chunk_size`,
-        `memory_fraction`, `sleep`, and under `engine` the keywords of vLLM-Omni's configuration.
-    """
+    """Starts vLLM-Omni by the fields of a request `start`; answers `sync` and `generate`."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         if fields["memory_fraction"] is not None:

@@ -37,10 +37,7 @@ CLOSE_S = 20.0  # for an orderly end
 def child_environment(
     parent: Mapping[str, str], device: torch.device, tensor_parallel_size: int
 ) -> dict[str, str]:
-    """Returns the engine's environment: without the launcher's variables, with its GPUs.
-
-    The trainer's device is the only GPU that the engine sees unless it spans several.
-    """
+    """Returns the engine's environment: without the launcher's variables, with its GPUs."""
     kept = {"VLLM_LOGGING_LEVEL": "WARNING"} | {
         name: value for name, value in parent.items() if not LAUNCHER.match(name)
     }
@@ -52,22 +49,16 @@ def child_environment(
 
 
 class EngineProcess:
-    """A child process, joined to the trainer by a pair of sockets.
+    """A child process, joined to the trainer by a pair of sockets; it ends when its socket closes.
 
-    It has a session of its own, so Ctrl-C reaches the trainer alone. It ends when its socket
-    closes, even if the trainer was killed.
-
-    Attributes:
-      log: file with the child's output, after a failure; None before.
+    It has a session of its own, so Ctrl-C reaches the trainer alone. After a failure, `log` is the
+    file with its output.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float
     ) -> None:
-        """Starts `command` with the number of its socket appended.
-
-        A silence of more than `timeout_s` seconds is a failure.
-        """
+        """Starts `command` with its socket's number appended; it fails if silent for `timeout_s`."""
         self._timeout_s = timeout_s
         self.log: Path | None = None
         # Without a name it is gone with the processes, however they end.
@@ -103,13 +94,7 @@ class EngineProcess:
         *,
         timeout_s: float | None = None,
     ) -> Iterator[Message]:
-        """Sends a request and yields its replies, the last of which is `done`.
-
-        Raises:
-          EngineLost: the child ends, or is silent for longer than `timeout_s`.
-          EngineError: the child reports an error. It is gone then as well, and the message holds
-            the end of its log.
-        """
+        """Sends a request and yields its replies up to `done`; EngineError ends the child."""
         try:
             send(self._connection, kind, fields, tensors or {})
         except OSError as error:
@@ -134,10 +119,7 @@ class EngineProcess:
         self._output.close()
 
     def fail(self, what: str, kind: type[EngineError] = EngineError) -> NoReturn:
-        """Ends the child and raises an error with what it did, how it ended, and its log's end.
-
-        `what` went wrong, in words that follow "the engine".
-        """
+        """Ends the child and raises an error with what it did and the end of its log."""
         how = _ending(self._kill())
         handle, name = tempfile.mkstemp(prefix="flowgrpo_rc_vllm_omni_", suffix=".log")
         self._output.seek(0)

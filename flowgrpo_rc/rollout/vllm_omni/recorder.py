@@ -35,16 +35,7 @@ RECORDED = ("final", "window_latents", "log_probs", "means")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The part of a request that vLLM-Omni's own parameters cannot hold.
-
-    Attributes:
-      schedule: the trainer's sigmas and timesteps.
-      shape: of one sample's latents.
-      window: the stochastic steps, [T] int64.
-      seed: everything random about the sample's steps follows from it.
-      latent_seed: seed of the initial noise, which samples may share.
-      keep_means: whether the means of the stochastic steps are sent back.
-    """
+    """The part of a request that vLLM-Omni's own parameters cannot hold; window is [T] int64."""
 
     spec: SamplerSpec
     schedule: Schedule
@@ -107,12 +98,7 @@ class Recorder:
         scale: float,
         normalize: bool,
     ) -> Tensor:
-        """Returns the velocity by vLLM-Omni's transformer and its classifier-free guidance.
-
-        `texts` are the transformer's inputs that depend on the prompt, then those of the negative
-        prompt; without the second there is no guidance. `normalize` has the guided velocity keep
-        the length of the other.
-        """
+        """Returns the velocity under the prompt's inputs, guided if those of a negative follow."""
         inputs = [{**state, **text, "return_dict": False} for text in texts]
         is_guided = len(inputs) == 2
         velocity: Tensor = self.predict_noise_maybe_with_cfg(  # type: ignore[attr-defined]
@@ -128,17 +114,7 @@ class Recorder:
         texts: Mapping[str, tuple[Any, Any]],
         shared: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Does what a family's `diffuse` has to do.
-
-        Args:
-          is_guided, scale, normalize: whether and how a negative prompt guides, as of `_guided`.
-          texts: each input of the transformer that depends on the prompt -> its value for the
-            prompt, and for the negative one.
-          shared: its other inputs, without the state and the timestep.
-
-        Returns:
-          The final latents.
-        """
+        """Does what a family's `diffuse` has to do; `texts` are of the prompt and its negative."""
         prompts = [
             {name: pair[place] for name, pair in texts.items()}
             for place in range(2 if is_guided else 1)
@@ -174,10 +150,7 @@ class Recorder:
         return self._record.final
 
     def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
-        """Returns the settings that this pipeline really sampled with.
-
-        These are vLLM-Omni's parameters, its precision, and the trainer's stochastic step.
-        """
+        """Returns the settings that vLLM-Omni really used, and the trainer's stochastic step."""
         return replace(
             self._samples[0].spec,
             height=params.height,
@@ -193,10 +166,7 @@ class Recorder:
     def _load_diffusion_lora_adapter(
         self, *, lora_request: Any, lora_path: str, dtype: torch.dtype
     ) -> Any:
-        """Hands vLLM-Omni its adapter, from memory and in the tensors' own precision.
-
-        vLLM-Omni calls this hook when it wants a pipeline to load an adapter.
-        """
+        """Hands vLLM-Omni, which calls this hook, its adapter in the tensors' own precision."""
         assert self.lora is not None, "tensors are handed over before they are bound"
         tensors, rank = self.lora
         named = {}

@@ -1,7 +1,4 @@
-"""The trainer's methods of the engine's worker.
-
-Only the engine's process imports this module.
-"""
+"""The trainer's methods of the engine's worker; only the engine's process imports this module."""
 
 from __future__ import annotations
 
@@ -45,15 +42,12 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         return self.rollout_bound_lora()
 
     def rollout_bound_lora(self) -> dict[str, Tensor]:
-        """Returns the adapter's tensors as the layers hold them, by the trainer's names.
-
-        Nothing if the adapter is off. With tensor parallelism a layer holds only a slice, so the
-        tensors come from the manager instead, which binds all of them or raises.
-        """
+        """Returns the adapter as the layers hold it, by the trainer's names; nothing if off."""
         manager = self.lora_manager
         pipeline = self.model_runner.pipeline
         _, rank = pipeline.lora
         whole = self.od_config.parallel_config.tensor_parallel_size == 1
+        # Of several GPUs a layer holds a slice. The manager binds all tensors or raises.
         bound = _in_layers(manager, rank) if whole else _in_manager(manager)
         named: dict[str, Tensor] = {}
         for module, pair in bound:

@@ -28,11 +28,7 @@ class AheadSource(RolloutSource):
         self._versions: dict[int, dict[str, Tensor]] = {}
 
     def collect(self, step: int) -> Collected:
-        """Waits for the samples of a step.
-
-        Raises:
-          EngineError: if the engine used other weights.
-        """
+        """Waits for the samples of a step. EngineError if the engine used other weights."""
         asked = self._asked.pop(step, None) or self._ask(step)
         collected = asked()
         wanted = self._version_of(step)

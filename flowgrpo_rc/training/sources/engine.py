@@ -34,12 +34,7 @@ from flowgrpo_rc.training.tasks.task import Task
 
 @dataclass(eq=False)
 class EngineSource(RolloutSource):
-    """Samples with an engine, and has finished chunks scored while the rest is sampled.
-
-    Attributes:
-      task: says what is asked of the engine, and checks what comes back.
-      mini_batch_size: prompts of a mini-batch of all processes; each has a share of every one.
-    """
+    """Samples with an engine, and has finished chunks scored while the rest is sampled."""
 
     engine: RolloutEngine[Any]
     task: Task
@@ -59,11 +54,7 @@ class EngineSource(RolloutSource):
         )
 
     def collect(self, step: int) -> Collected:
-        """Samples a step with the newest weights.
-
-        Raises:
-          EngineError: if the engine used others, other settings, or holds another LoRA.
-        """
+        """Samples a step with the newest weights. EngineError if the engine used others."""
         collected = self.ask(step)()
         for version in collected.versions():
             if version != step - 1:
@@ -73,16 +64,12 @@ class EngineSource(RolloutSource):
         return collected
 
     def ask(self, step: int) -> Callable[[], Collected]:
-        """Asks for a step with the weights that the engine has now.
-
-        Returns:
-          What returns the samples. An engine that samples elsewhere has begun by then, and a thread
-          hands its chunks to the rewards as they arrive; another one samples when this is called.
-        """
+        """Asks for a step with the engine's present weights; returns what waits for the samples."""
         prompts = self.prompts(step)
         request = self.task.request(prompts, self._seeds(prompts))
         if not self.engine.elsewhere:
             return lambda: self._receive(request, self.engine.generate(request))
+        # The work begins now; a thread hands chunks to the rewards as they arrive.
         return self._receiver.submit(self._receive, request, self.engine.generate(request)).result
 
     def _receive(self, request: RolloutRequest, chunks: Iterator[RolloutChunk]) -> Collected:

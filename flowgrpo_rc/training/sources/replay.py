@@ -33,21 +33,7 @@ class ReplaySource(RolloutSource):
         samples: int,
         terms: Collection[str] = (),
     ) -> None:
-        """Checks the files before anything is trained.
-
-        Args:
-          folder: the run that saved them, or its rollouts/.
-          task: says what the samples must have in common with this run.
-          processes: as many as saved the files.
-          config: settings of the rollout.
-          samples: samples of a step on this process.
-          terms: rewards that must be known one by one.
-
-        Raises:
-          ValueError: if the folder lacks steps, a file is damaged, the files come from another
-            number of processes, lack one of the terms, or were sampled with other settings. The
-            precision may differ.
-        """
+        """Checks the files of a run or its rollouts/. ValueError if they do not fit this run."""
         self._terms = terms
         self._task = task
         self._processes = processes

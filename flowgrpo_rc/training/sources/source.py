@@ -15,14 +15,7 @@ from flowgrpo_rc.records.samples import Shown
 
 
 class Collected(NamedTuple):
-    """This process's part of a step.
-
-    Attributes:
-      batch: the trajectories.
-      rewards: waits until the rewards are known, and returns them.
-      shown: prompts and thumbnails of the samples.
-      metrics: of the engine's work; None if it has none.
-    """
+    """This process's part of a step; `rewards` waits until they are known, and returns them."""
 
     batch: Batch
     rewards: Callable[[], Rewards]

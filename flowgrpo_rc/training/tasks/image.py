@@ -40,12 +40,7 @@ from flowgrpo_rc.training.tasks.task import Task
 class ImageTask(Task):
     """The task of a flow model.
 
-    The noise of a held-out sample follows from its seed alone, so the samples of two evaluations
-    differ by the weights alone.
-
     Attributes:
-      config: settings of the rollout.
-      seed: the run's seed.
       keep_means: whether the rollout has to record the means of its steps.
       decode: whether samples are needed beside their latents.
       seeded: whether the engine says that it draws the noise of the samples' seeds.
@@ -147,9 +142,7 @@ class ImageTask(Task):
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
     ) -> Image.Image | None:
-        """Writes a captioned grid, `stem`.png, of edits beside their sources; for videos of three
-        frames, with all of them in `stem`.webp.
-        """
+        """Writes a captioned grid, `stem`.png, and videos to `stem`.webp as well."""
         captions = [
             f"{p.target or p.text} {score:.2f}" for p, score in zip(prompts, scores, strict=True)
         ]

@@ -1,6 +1,4 @@
-"""What differs between training an image model and a language model. The loop is one and knows none
-of this.
-"""
+"""What differs between training an image model and a language model; the loop knows none of it."""
 
 from __future__ import annotations
 
@@ -21,12 +19,7 @@ from flowgrpo_rc.rollout.engine import RolloutRequest
 
 
 class Task(ABC):
-    """What differs between training an image model and a language model.
-
-    Attributes:
-      model: what is trained, with its LoRA on.
-      policy: the trainer's own view of it.
-    """
+    """What differs between training an image model and a language model."""
 
     model: TrainableModel
     policy: Policy[Any]
@@ -37,19 +30,11 @@ class Task(ABC):
 
     @abstractmethod
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> RolloutRequest:
-        """Returns what the engine is asked for: `rollout.n` samples of each prompt, prompt-major.
-
-        Args:
-          prompts: this process's share of a step, [P].
-          seeds: the seed of each sample, [P * n].
-        """
+        """Asks for `rollout.n` samples of each of P prompts, prompt-major, by their P * n seeds."""
 
     @abstractmethod
     def origin(self) -> dict[str, Any]:
-        """Returns what a saved rollout must share with a run that trains on it, beside the spec.
-
-        JSON can hold it.
-        """
+        """Returns, for JSON, what a saved rollout must share with a run that trains on it."""
 
     @abstractmethod
     def check_rollout(self, batch: Any) -> None:
@@ -57,25 +42,13 @@ class Task(ABC):
 
     @abstractmethod
     def observe(self, batch: Any, shown: Shown, step: int) -> MetricBag:
-        """Measures facts about a rollout, such as the length of responses; full names.
-
-        Args:
-          batch: the samples, [B].
-          shown: what is kept of their prompts and pictures; empty for samples from files.
-          step: the step that they are for; the first is 1.
-        """
+        """Measures facts about the rollout of a step; `shown` is empty for samples from files."""
 
     @abstractmethod
     def sample(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], *, decode: bool = True
     ) -> HeldOut:
-        """Draws one held-out sample for each prompt.
-
-        Args:
-          prompts: the prompts, [N].
-          seeds: the seed of each sample, [N], which alone decides its randomness.
-          decode: False if the latents of images are enough.
-        """
+        """Draws one held-out sample for each prompt; its seed alone decides its randomness."""
 
     @abstractmethod
     def save_samples(

@@ -30,10 +30,7 @@ from flowgrpo_rc.training.tasks.task import Task
 
 @dataclass(eq=False)
 class TextTask(Task):
-    """The task of a language model.
-
-    The randomness of a held-out response, if its temperature leaves any, follows from its seed.
-    """
+    """The task of a language model."""
 
     model: CausalLM
     policy: TokenPolicy

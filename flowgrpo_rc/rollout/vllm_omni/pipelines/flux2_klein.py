@@ -14,10 +14,7 @@ from flowgrpo_rc.rollout.vllm_omni.recorder import Recorder
 
 
 class RolloutFlux2Klein(Recorder, Flux2KleinPipeline):
-    """FLUX.2 klein with the trainer's denoising loop, from texts alone.
-
-    vLLM-Omni's own `forward` takes one prompt, as text. This one takes several, as embeddings.
-    """
+    """FLUX.2 klein with the trainer's loop; takes embeddings, where vLLM-Omni takes one text."""
 
     def __init__(self, **options: Any) -> None:
         """Builds vLLM-Omni's pipeline; see there for the options."""

@@ -14,10 +14,7 @@ from flowgrpo_rc.rollout.vllm_omni.recorder import Recorder
 
 
 class RolloutWan(Recorder, Wan22Pipeline):
-    """Wan with the trainer's denoising loop, and so with the schedule of the checkpoint.
-
-    vLLM-Omni's own would have a scheduler and a shift of its own.
-    """
+    """Wan with the trainer's denoising loop, and so with the schedule of the checkpoint."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         ".to_out.0": ".to_out",
