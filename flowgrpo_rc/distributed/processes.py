@@ -145,8 +145,8 @@ class Processes:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Adds the gradients over the processes, in place; who has none gets zeros.
 
-        Some tensors of a LoRA have none, such as those of the last block's text stream in SD3, which
-        a DistributedDataParallel wrapper would refuse.
+        Some tensors of a LoRA have none, such as those of SD3's last block, which a
+        DistributedDataParallel wrapper would refuse.
         """
         parameters = list(parameters)
         for parameter in parameters:

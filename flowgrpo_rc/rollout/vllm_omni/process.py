@@ -58,7 +58,7 @@ class EngineProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float
     ) -> None:
-        """Starts `command` with its socket's number appended; it fails if silent for `timeout_s`."""
+        """Starts `command` with its socket's number appended; silence for `timeout_s` is fatal."""
         self._timeout_s = timeout_s
         self.log: Path | None = None
         # Without a name it is gone with the processes, however they end.
