@@ -1,4 +1,4 @@
-"""Numbers of processes and launches that do not fit are refused; gradients are added in place."""
+"""Launches that do not fit are refused; gradients are added in place."""
 
 from __future__ import annotations
 
@@ -37,12 +37,6 @@ for parameter, gradient in zip(parameters, own):
     assert torch.equal(parameter.grad, accelerator.reduce(gradient, reduction="sum"))
 processes.close()
 """
-
-
-def test_a_number_of_processes_that_does_not_fit(train, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train("actor.ppo_mini_batch_size=1") == 2
-    assert "actor.ppo_mini_batch_size=1" in capsys.readouterr().err
 
 
 def test_gradients_are_added_in_one_flat_copy(tmp_path: Path) -> None:

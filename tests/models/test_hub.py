@@ -18,7 +18,7 @@ NAME = "model_index.json"
 
 
 @contextmanager
-def hub(status: int, code: str) -> Iterator[str]:
+def hub(monkeypatch: pytest.MonkeyPatch, cache: Path, status: int, code: str) -> Iterator[str]:
     """A Hub that answers everything with one status and one code of an error."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -35,8 +35,13 @@ def hub(status: int, code: str) -> Iterator[str]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    template = address + "/{repo_id}/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield address
     finally:
         server.shutdown()
         server.server_close()
@@ -52,25 +57,15 @@ def hub(status: int, code: str) -> Iterator[str]:
     ],
 )
 def test_the_hub_refuses(tmp_path, monkeypatch, status, code, message):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with hub(status, code) as address:
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{revision}/{filename}"
-        )
-        with pytest.raises(ValueError, match=rf"^model\.path=a/b: .*{message}"):
-            model_file("a/b", NAME)
+    words = rf"^model\.path=a/b: .*{message}"
+    with hub(monkeypatch, tmp_path, status, code), pytest.raises(ValueError, match=words):
+        model_file("a/b", NAME)
 
 
 def test_the_network_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # between its attempts
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with hub(200, "") as address:
+    with hub(monkeypatch, tmp_path, 200, "") as address:
         pass  # nobody listens there any more
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{revision}/{filename}"
-    )
     with pytest.raises(ValueError, match=rf"{address} cannot be reached.*hf download a/b"):
         model_file("a/b", NAME)
 

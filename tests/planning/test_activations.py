@@ -95,16 +95,6 @@ def test_fake_tensors_find_what_real_ones_need(model: FlowModel) -> None:
     assert faked == pytest.approx(memory.peak, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("experiment", "processes", "gib"),
-    [("flux1_dev_ocr_8xh100", 8, 0.75), ("qwen_image_ocr_rollout_corr_4xh800", 4, 1.69)],
-)
-def test_decoding_of_an_image(experiment: str, processes: int, gib: float) -> None:
-    run = job(f"+experiment={experiment}", processes=processes)
-    found = phase_bytes("decoding", run.config, run.model, 2)
-    assert found / 2 / GIB == pytest.approx(gib, rel=0.01)
-
-
 NAMES = ("update", "rollout", "decoding", "evaluation", "shown")
 FOUND = dict(zip(NAMES, (5 * GIB, 2 * GIB, 3 * GIB, GIB, 4 * GIB), strict=True))
 

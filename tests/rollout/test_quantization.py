@@ -161,22 +161,6 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
 # --- What they need
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ("rollout.quantization=int3", ["quantization='int3'", "int8, int4, fp8, int8_dynamic"]),
-        ("rollout.staleness=1 data.replay_dir=x", ["rollout.staleness=1", "data.replay_dir"]),
-        ("rollout.quantization=int8 data.replay_dir=x", ["quantization=int8", "data.replay_dir"]),
-        ("rollout.compile=true data.replay_dir=x", ["rollout.compile=True", "data.replay_dir"]),
-        ("model.offload_idle=true", ["model.offload_idle=true", "CPU"]),
-    ],
-)
-def test_settings_without_effect_or_meaning(train, capsys, settings, words):
-    assert train(*settings.split()) == 2
-    error = capsys.readouterr().err
-    assert all(word in error for word in words), error
-
-
 def test_a_missing_package_or_compiler_is_named(train, capsys, monkeypatch):
     for module in (check_engine, training_config):
         monkeypatch.setattr(module, "find_spec", lambda name: None)

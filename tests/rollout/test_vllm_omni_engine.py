@@ -5,7 +5,6 @@ Scripts stand in for the child. The real engine is tested in vllm_omni_real/.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -37,11 +36,7 @@ SD3 = "StableDiffusion3Pipeline"
         (CPU, {"memory_fraction": 1.5}, r"memory_fraction=1\.5: give a number above 0 and at most"),
         (CPU, {"attention_backend": "FLASH"}, "attention_backend='FLASH': allowed are TORCH_SDPA,"),
         (CPU, {"timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
-        (
-            CPU,
-            {"start_timeout_s": -1.0},
-            r"start_timeout_s=-1\.0: give a number of seconds above 0",
-        ),
+        (CPU, {"start_timeout_s": -1.0}, r"start_timeout_s=-1\.0: give a number of seconds"),
         (GPU, {"tensor_parallel_size": 2}, "takes a trainer of one process"),
         (GPU, {"tensor_parallel_size": 2, "memory_fraction": 0.5}, "with tensor_parallel_size=2"),
     ],
@@ -50,15 +45,6 @@ def test_wrong_options(monkeypatch, device, options, message):
     monkeypatch.setenv("WORLD_SIZE", "2" if "one process" in message else "1")
     with pytest.raises(ValueError, match=message):
         VllmOmniEngine.check(SD3, [], device, options)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [("quantization=fp8", "does not quantize"), ("timeout=3", r"did you mean 'timeout_s'\?")],
-)
-def test_wrong_options_fail_before_anything_is_loaded(train, capsys, option, message):
-    assert train("rollout.name=vllm_omni", f"rollout.engine_kwargs.{option}") == 2
-    assert re.search(rf"rollout\.engine_kwargs.*{message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.image_rollouts import make_spec, sample_images, trained_lora
-from support.runs import Train
 
-from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.policies.flow import FlowPolicy
 
@@ -35,34 +33,3 @@ def test_bf16_on_both_sides_agrees_bitwise_in_equal_batches(checkpoint: Path, si
         for start in range(0, 4, size)
     ]
     assert torch.equal(torch.cat(found).detach(), batch.rollout_log_probs)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["actor.replay=same"], ["actor.replay", "any, aligned"]),
-        (
-            ["actor.replay=aligned", "rollout.micro_batch_size_per_gpu=4"],
-            ["rollout.micro_batch_size_per_gpu=4", "actor.ppo_micro_batch_size_per_gpu=2"],
-        ),
-        (["actor.replay=aligned", "data.replay_dir=x"], ["data.replay_dir"]),
-        (
-            ["actor.replay=aligned", "rollout.name=vllm_omni"],
-            ["actor.replay", "rollout.name=vllm_omni"],
-        ),
-    ],
-)
-def test_settings_that_cannot_align(
-    train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    assert train(*options) == 2
-    error = capsys.readouterr().err
-    assert all(word in error for word in words), error
-
-
-def test_text_cannot_align(capsys: pytest.CaptureFixture) -> None:
-    assert (
-        main(["train", "--config-name", "token_grpo", "actor.replay=aligned", "trainer.device=cpu"])
-        == 2
-    )
-    assert "actor.replay=aligned is for images" in capsys.readouterr().err

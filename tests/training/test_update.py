@@ -1,21 +1,16 @@
-"""The update: gradients of micro-batches or not finite, the average of the weights, its state."""
+"""The update: gradients of micro-batches or not finite, and the average of the weights."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from accelerate import Accelerator
 from support.updates import make_update
 
 from flowgrpo_rc.core.transition import log_prob
-from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.config import ActorConfig, EMAConfig, OptimConfig
-from flowgrpo_rc.training.update import MOST_NONFINITE, NonFiniteGradient, PolicyUpdate
+from flowgrpo_rc.training.update import MOST_NONFINITE, NonFiniteGradient
 
 
 def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: FlowModel) -> None:
@@ -75,25 +70,3 @@ def test_average_and_its_reversal(model: FlowModel) -> None:
             first, last = values[1][name], values[3][name]
             torch.testing.assert_close(average, first + (1 - 2 / 11) * (last - first))
     assert all(torch.equal(values[3][name], own) for name, own in update.lora_state().items())
-
-
-def test_state_round_trip_is_bitwise(model: FlowModel, tmp_path: Path) -> None:
-    optim = OptimConfig(lr=1e-3, lr_scheduler="linear")
-    actor = ActorConfig(
-        ppo_micro_batch_size_per_gpu=4, optim=optim, ema=EMAConfig(update_interval=1)
-    )
-    update, batch = make_update(model, actor)
-    update.run(batch, 4)
-    tensors = {
-        stem: {n: t.clone() for n, t in group.items()} for stem, group in update.tensors().items()
-    }
-    state = update.state()
-    update.run(batch, 4)
-    wanted = {name: tensor.clone() for name, tensor in update.lora_state().items()}
-    processes = Processes(Accelerator(cpu=True))
-    fresh = PolicyUpdate(update._algorithm, actor, processes, total_updates=10)
-    fresh.load(tensors, state)
-    fresh.run(batch, 4)
-    assert list(lora_parameters(model.transformer)) == list(wanted)
-    assert all(torch.equal(wanted[name], tensor) for name, tensor in fresh.lora_state().items())
-    assert fresh.state() == update.state()

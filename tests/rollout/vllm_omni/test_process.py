@@ -13,21 +13,9 @@ from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environme
 
 
 def test_launcher_variables_do_not_reach_the_child():
-    launcher = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "ROLE_RANK": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "x",
-        "ACCELERATE_USE_CPU": "true",
-        "SLURM_PROCID": "3",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "WANDB_API_KEY": "secret",
-    }
+    torchrun = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR"
+    others = "MASTER_PORT TORCHELASTIC_RUN_ID ACCELERATE_USE_CPU SLURM_PROCID WANDB_API_KEY"
+    launcher = dict.fromkeys([*torchrun.split(), *others.split(), "OMPI_COMM_WORLD_RANK"], "1")
     kept = {
         "PATH": "/bin",
         "HF_HOME": "/models",
