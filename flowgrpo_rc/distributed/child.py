@@ -32,7 +32,7 @@ def follow_parent() -> None:
 
 
 def say_error(message: str) -> None:
-    """Prints a message to stderr, of several children of `launch` once."""
+    """Prints a message to stderr; `launch` prints once what several children say."""
     channel = _channel()
     if channel is None:
         print(message, file=sys.stderr)

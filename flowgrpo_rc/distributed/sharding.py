@@ -30,7 +30,7 @@ _NOT_OURS = {
 
 
 def resolve_strategy(strategy: str) -> str:
-    """Returns `ddp` or `fsdp2`; `auto` follows accelerate, whose other settings are ValueErrors."""
+    """Returns `ddp` or `fsdp2`; `auto` follows accelerate. ValueError if that asks for more."""
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not launched:
         return "ddp" if strategy == "auto" else strategy

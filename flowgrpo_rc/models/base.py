@@ -156,7 +156,7 @@ class FlowModel(ABC):
 
     @classmethod
     def cfg_scale(cls, spec: SamplerSpec) -> float:
-        """Returns w in negative + w (positive - negative); above 1 steps take two evaluations."""
+        """Returns w of negative + w (positive - negative); above 1 a step evaluates both."""
         value: float | None = getattr(spec, cls.cfg_key)
         return 1.0 if value is None else value + (1.0 - cls.unguided_scale)
 
@@ -195,7 +195,7 @@ class FlowModel(ABC):
 
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
-        """Raises ValueError, by the key of its section, if the checkpoint cannot sample so."""
+        """Raises ValueError if the checkpoint cannot make size or guidance of section `key`."""
 
     @abstractmethod
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
@@ -282,7 +282,7 @@ class FlowModel(ABC):
     def _predict(
         self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        """Predicts the velocity under one prompt; unused where a family overrides `velocity`."""
+        """Predicts the velocity of states `x` at timesteps `at` under one prompt each."""
         raise NotImplementedError(f"{type(self).__name__} defines neither velocity nor _predict")
 
     def _combine(self, guided: Tensor, unguided: Tensor, spec: SamplerSpec) -> Tensor:
@@ -291,7 +291,7 @@ class FlowModel(ABC):
 
     @abstractmethod
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
-        """Decodes latents to [B, C, H, W] or [B, F, C, H, W] in [0, 1]; `decode` calls it."""
+        """Decodes for `decode` to [B, C, H, W] or [B, F, C, H, W], with values in [0, 1]."""
 
 
 def adapter_of(config: ModelConfig) -> type[FlowModel]:

@@ -70,7 +70,7 @@ class CausalLM:
         return ids.to(self.device), mask.to(self.device)
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
-        """Turns tokens, int64 [B, T], inside a mask, bool, into texts without special ones."""
+        """Turns tokens, int64 [B, T], where a mask is True, into texts without special tokens."""
         rows = [
             [token for token in row[kept].tolist() if token not in self.eos_ids]
             for row, kept in zip(ids.cpu(), mask.cpu(), strict=True)
@@ -131,7 +131,7 @@ def _reading(config: ModelConfig) -> Iterator[None]:
 
 @contextmanager
 def gradient_checkpointing(network: Any) -> Iterator[None]:
-    """Makes a forward keep the inputs of decoder layers only; the backward computes the rest."""
+    """Makes forwards keep only inputs of decoder layers; the backward computes the rest again."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [

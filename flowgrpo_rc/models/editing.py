@@ -31,7 +31,7 @@ class EditingModel(FlowModel):
 
     @abstractmethod
     def image_size(self, width: int, height: int, spec: SamplerSpec) -> tuple[int, int]:
-        """Returns rows and columns of a condition image's tokens. ValueError if it does not fit."""
+        """Returns rows and columns of a condition image's tokens; ValueError for a wrong size."""
 
     @torch.no_grad()
     def encode_edits(
@@ -59,7 +59,7 @@ class EditingModel(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """Predicts the velocity; samples whose images have other sizes take another forward."""
+        """Predicts the velocity; images of other sizes take a forward of their own."""
         rows_of: dict[ImageSizes, list[int]] = {}
         for row, sizes in enumerate(conditioning.image_sizes):
             rows_of.setdefault(sizes, []).append(row)

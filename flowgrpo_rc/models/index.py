@@ -60,7 +60,7 @@ def _is_component(value: Any) -> bool:
 
 
 def model_file(path: str, name: str) -> Path:
-    """Finds a file of the model at `model.path`, maybe on the Hub. ValueError says what lacks."""
+    """Finds a file of the model at `model.path`, or on the Hub. ValueError says why it cannot."""
     folder = Path(path).expanduser()
     if folder.exists():
         return folder / name

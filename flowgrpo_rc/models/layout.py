@@ -45,7 +45,10 @@ def input_dtype(transformer: Any) -> torch.dtype:
 
 
 def run_transformer(transformer: Any, x: Tensor, text: Conditioning, **inputs: Any) -> Tensor:
-    """Runs a transformer on states and texts in its precision, other inputs as they are; fp32."""
+    """Runs a transformer on states and embeddings, cast to its precision; returns fp32.
+
+    Timesteps and guidance among the other `inputs` stay in fp32, since 16 bits would round them.
+    """
     dtype = input_dtype(transformer)
     if text.pooled is not None:
         inputs["pooled_projections"] = text.pooled.to(dtype)

@@ -116,7 +116,7 @@ def peft_files(
     target_modules: Sequence[str],
     base: str,
 ) -> dict[str, bytes]:
-    """Makes the contents of both files of a LoRA, by their names, of tensors by the network's."""
+    """Makes both files of a LoRA, name -> content, of tensors by their names in the network."""
     described = LoraConfig(
         r=rank,
         lora_alpha=alpha,

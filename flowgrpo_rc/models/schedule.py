@@ -12,7 +12,7 @@ from flowgrpo_rc.batch import DiffusionBatch
 
 
 class Schedule(NamedTuple):
-    """A denoising's noise levels, fp32 [S+1] down to 0, and the transformer's timesteps, [S]."""
+    """Noise levels of a denoising, fp32 [S+1] down to 0, and timesteps of the transformer, [S]."""
 
     sigmas: Tensor
     timesteps: Tensor

@@ -58,7 +58,7 @@ class WanTwoStage(Wan):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """Predicts each row's velocity with its transformer; sides are evaluated apart."""
+        """Predicts the velocity of each row with the transformer of its timestep."""
         if not isinstance(transformer, Networks):
             return super().velocity(transformer, latents, timesteps, conditioning, negative, spec)
         second_scale = spec.guidance_scale_2
@@ -75,6 +75,7 @@ class WanTwoStage(Wan):
         if len(parts) == 1:
             ((part, _, own),) = parts
             return super().velocity(part, latents, timesteps, conditioning, negative, own)
+        # Evaluated apart, so the same rows give other last bits than in a batch on one side.
         velocities = [
             super(WanTwoStage, self).velocity(
                 part,

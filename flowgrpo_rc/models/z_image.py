@@ -74,7 +74,7 @@ class ZImage(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """Predicts the velocity; the transformer takes lists and predicts image - noise."""
+        """Predicts the velocity by a transformer that takes lists and predicts image - noise."""
         dtype = input_dtype(transformer)
         prompts = _rows(conditioning, dtype)
         if negative is not None:

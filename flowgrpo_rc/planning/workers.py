@@ -141,7 +141,7 @@ def read_measured(folder: RunFolder) -> tuple[int, float, Work]:
 
 
 def _work(config: Config, processes: int, pairs: Sequence[tuple[Row, Row]]) -> Work:
-    """Returns what a step is made of; `pairs` have the row of a step behind that before it."""
+    """Returns what a step is made of; `pairs` have each step's row behind the one before."""
 
     def between_readings_s(before: Row, row: Row) -> float:
         evaluation, checkpoint = before.get("timing_s/evaluation"), row.get("timing_s/checkpoint")

@@ -53,7 +53,7 @@ def check_device(
 
 
 def check_int8_products(device: torch.device) -> None:
-    """Raises ValueError if int8 products overflow, as without VNNI they do in 16 bits."""
+    """Raises ValueError if int8 products overflow in 16 bits, as CPUs without VNNI let them."""
     if device.type != "cpu":
         return
     # Every sum of two products is 2 * 127 * 127 or more, and so near to what 16 bits hold that
@@ -95,7 +95,7 @@ def is_quantized(weight: Tensor) -> bool:
 
 
 def count_quantized(network: nn.Module) -> tuple[int, int]:
-    """Counts layers of any class that hold quantized matrices, and those that hold matrices."""
+    """Counts the layers of any class with quantized matrices, and those with any matrix."""
     matrices = [
         [weight for weight in module.parameters(recurse=False) if weight.ndim > 1]
         for module in network.modules()

@@ -118,7 +118,7 @@ class ReplicaEngine(RolloutEngine[R]):
 def _prepare_merging(
     network: torch.nn.Module, replica: torch.nn.Module
 ) -> list[tuple[Any, Tensor]]:
-    """Gives layers of the copy own weights; returns each with the trainer's frozen weight."""
+    """Gives layers with a LoRA weights of their own; pairs them with the trainer's weights."""
     pairs = []
     for layer, trained in zip(lora_layers(replica), lora_layers(network), strict=True):
         base = layer.get_base_layer()

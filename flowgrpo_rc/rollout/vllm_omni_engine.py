@@ -164,7 +164,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
                 self._restart(error)
 
     def _sampled(self, request: ImageRequest, first: int) -> Iterator[RolloutChunk]:
-        """Yields a request's chunks without its first samples, which are sampled all the same."""
+        """Yields the chunks of a request but for its first samples, which are sampled as well."""
         question = self._question(request)  # for all, so that forwards hold the same samples
         self._make_room()
         replies = self._process.ask(*question)

@@ -74,7 +74,7 @@ class PolicyUpdate:
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
-        """Takes all optimizer steps of an iteration, of so many of this process's samples each."""
+        """Takes all optimizer steps of an iteration, each on so many samples of this process."""
         metrics = MetricBag()
         self._updates_here = 0
         minis = self._algorithm.before_update(batch.split(samples_per_mini_batch))

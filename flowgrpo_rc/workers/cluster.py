@@ -43,7 +43,7 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """A Ray cluster of this process; `token` is its secret if the run started it, or else empty."""
+    """A Ray cluster that this process has joined; `token` is empty if no run has started it."""
 
     address: str
     namespace: str
@@ -116,7 +116,7 @@ def start_workers(
 def spare_gpus(
     device: torch.device, num_trainers: int, num_workers: int, share: float
 ) -> str | None:
-    """Returns the GPUs that no trainer process uses, for CUDA_VISIBLE_DEVICES; None for none."""
+    """Returns the GPUs that no trainer uses, for CUDA_VISIBLE_DEVICES; None if `share` is 0."""
     if share == 0:
         return None
     wanted = num_workers * share if share >= 1 else math.ceil(num_workers / int(1 / share))

@@ -28,7 +28,7 @@ _POOL = "pool"
 
 
 class WorkersEngine(RolloutEngine[Any]):
-    """Samples with a pool of workers. Chunks have fixed bounds, so each gives the same bits."""
+    """Samples with a pool. Chunks have fixed bounds, so any worker gives the same bits."""
 
     kind = ""
     elsewhere = True

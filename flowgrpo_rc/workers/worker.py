@@ -76,7 +76,7 @@ class Worker:
         version: int,
         adapter: bytes,
     ) -> tuple[int, SampledChunk]:
-        """Samples a chunk of a request with a version of the LoRA; returns its bytes and itself."""
+        """Samples the rows of a chunk with a version of the LoRA; returns their bytes and them."""
         state = load(adapter)
         if version != self._version:
             self._engine.sync_weights(state, version)

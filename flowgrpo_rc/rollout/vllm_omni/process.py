@@ -94,7 +94,7 @@ class EngineProcess:
         *,
         timeout_s: float | None = None,
     ) -> Iterator[Message]:
-        """Sends a request and yields its replies up to `done`; EngineError ends the child."""
+        """Sends a request and yields its replies, the last of which is `done`, or EngineError."""
         try:
             send(self._connection, kind, fields, tensors or {})
         except OSError as error:

@@ -98,7 +98,7 @@ class Recorder:
         scale: float,
         normalize: bool,
     ) -> Tensor:
-        """Returns the velocity under the prompt's inputs, guided if those of a negative follow."""
+        """Returns the velocity; `texts` are of the prompt and, with guidance, of the negative."""
         inputs = [{**state, **text, "return_dict": False} for text in texts]
         is_guided = len(inputs) == 2
         velocity: Tensor = self.predict_noise_maybe_with_cfg(  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ class Recorder:
         texts: Mapping[str, tuple[Any, Any]],
         shared: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Does what a family's `diffuse` has to do; `texts` are of the prompt and its negative."""
+        """Does what a family's `diffuse` has to do; `texts` are of the prompt and the negative."""
         prompts = [
             {name: pair[place] for name, pair in texts.items()}
             for place in range(2 if is_guided else 1)

@@ -42,7 +42,7 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         return self.rollout_bound_lora()
 
     def rollout_bound_lora(self) -> dict[str, Tensor]:
-        """Returns the adapter as the layers hold it, by the trainer's names; nothing if off."""
+        """Returns the adapter's tensors as the layers hold them; none if the adapter is off."""
         manager = self.lora_manager
         pipeline = self.model_runner.pipeline
         _, rank = pipeline.lora

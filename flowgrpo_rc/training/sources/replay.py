@@ -33,7 +33,7 @@ class ReplaySource(RolloutSource):
         samples: int,
         terms: Collection[str] = (),
     ) -> None:
-        """Checks the files of a run or its rollouts/. ValueError if they do not fit this run."""
+        """Checks the files of a run (or its rollouts/). ValueError if they do not fit this one."""
         self._terms = terms
         self._task = task
         self._processes = processes
