@@ -77,20 +77,16 @@ def test_a_call_that_is_refused_is_seen() -> None:
     assert calls.names == {"aten.cumsum.default", "aten.median.dim"}
 
 
-def test_every_flag_is_set() -> None:
+def test_every_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     set_numerics(deterministic=True, tf32=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert [rounds_to_tf32(dtype) for dtype in ("fp32", "fp32+int8", "bf16")] == [True, True, False]
-    set_numerics(deterministic=False, tf32=False)
-    assert not rounds_to_tf32("fp32")  # whoever asked for it before
-
-
-def test_a_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_numerics(deterministic=True, tf32=False)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert not rounds_to_tf32("fp32")  # whoever asked for it before
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # that of a user is kept
 
 
 def test_cuda_that_has_started_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,8 +245,6 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
         (["--processes", "3"], "3 processes"),
         (["--processes", "0"], "--processes 0: give at least 1"),
         (["--fit", "-1"], "--fit -1: give the GiB of a card"),
-        (["rollout.pipeline.height=30"], "rollout.pipeline.height=30"),
-        (["data.shuffle=False"], "compat.ignore=[data.shuffle]"),
         ([QWEN, "rollout.pipeline.true_cfg_scale=null"], "true_cfg_scale"),
     ],
 )
