@@ -136,33 +136,23 @@ class ConfigFiles:
                 rows.append(Row(TRANSLATED, what, "its own defaults, such as bypass_mode=false"))
         file = self._with_parents(name, tree, defaults or [_SELF])
         return replace(
-            file,
-            given=given,
-            rows=rows,
-            is_block=is_block,
-            is_whole=whole,
-            is_changed=True,
+            file, given=given, rows=rows, is_block=is_block, is_whole=whole, is_changed=True
         )
 
     def _with_parents(self, name: str, tree: Mapping[str, Any], defaults: list[Any]) -> ConfigFile:
         """Reads the files that a file builds on, and puts changed ones in their place."""
         if _SELF not in defaults:
             defaults = [*defaults, _SELF]
-        found: list[ConfigFile | None] = []
-        entries: list[Any] = []
-        for entry in defaults:
-            parent = self._parent(name, entry)
-            if parent is not None or entry == _SELF:
-                found.append(parent)
-            if parent is not None and parent.is_changed:
-                entries.append(f"/{translated_name(parent.name)}@_global_")
-            else:
-                entries.append(entry)
+        parents = [(entry, self._parent(name, entry)) for entry in defaults]
+        entries = [
+            f"/{translated_name(parent.name)}@_global_" if parent and parent.is_changed else entry
+            for entry, parent in parents
+        ]
         return ConfigFile(
             name=name,
             tree=tree,
             defaults=entries,
-            parents=found,
+            parents=[parent for entry, parent in parents if parent or entry == _SELF],
             is_changed=entries != defaults,
         )
 
