@@ -16,7 +16,7 @@ import torch
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import KEY
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, ForwardLoss
+from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
 
@@ -91,7 +91,19 @@ def _check_trained_on(config: Config) -> None:
             f"{named} trains on finished samples, which the ODE makes: set "
             f"rollout.algo.sde_window_size=0 (it is {'null' if size is None else size})"
         )
-    _check_times(config, loss)
+    times, levels = loss.times, config.rollout.evaluations()
+    refuse(
+        (
+            times is not None and times > levels,
+            f"times={times}: the schedule has {levels} noise levels "
+            "(rollout.pipeline.num_inference_steps); give at most that, or null for all",
+        ),
+        (
+            config.actor.diffusion_loss.adv_clip_max == math.inf,
+            f"adv_clip_max=inf: {mode} divides advantages by it; give a number",
+        ),
+        about=f"{DIFFUSION_KEY}.",
+    )
     for setting, default in _about_log_probs(config):
         raise ValueError(
             f"{setting} has no effect with {named}, which knows no log-probs: drop it, or give its "
@@ -103,20 +115,6 @@ def _check_trained_on(config: Config) -> None:
         (config.trainer.save_rollouts, "trainer.save_rollouts=true"),
         about=f"{named} trains on finished samples, and not on recorded steps: drop it, or ",
     )
-
-
-def _check_times(config: Config, loss: ForwardLoss) -> None:
-    steps = config.rollout.evaluations()
-    if loss.times is not None and loss.times > steps:
-        raise ValueError(
-            f"{DIFFUSION_KEY}.times={loss.times}: the schedule has {steps} noise levels "
-            "(rollout.pipeline.num_inference_steps); give at most that, or null for all"
-        )
-    if config.actor.diffusion_loss.adv_clip_max == math.inf:
-        raise ValueError(
-            f"{DIFFUSION_KEY}.adv_clip_max=inf: {config.actor.diffusion_loss.loss_mode} divides "
-            "advantages by it; give a number"
-        )
 
 
 def _about_log_probs(config: Config) -> Iterator[tuple[str, str]]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -43,8 +44,7 @@ from flowgrpo_rc.training.optim import check_optimizer
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunInputs:
+class RunInputs(NamedTuple):
     """What a run starts from, read while it was checked.
 
     Attributes:
@@ -106,13 +106,7 @@ def check_run(
     if trains and model is not None:
         check_networks(config, model, num_processes)
         check_output(config, num_trained(model))
-    return RunInputs(
-        sampler=prompts.sampler,
-        held_out=prompts.held_out,
-        suites=prompts.suites,
-        read=read,
-        resumed=resumed,
-    )
+    return RunInputs(*prompts, read, resumed)
 
 
 def check_suites(config: Config) -> list[Suite]:

@@ -86,17 +86,14 @@ def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
       None if the phase has no micro-batch, or one of odd size.
     """
     if phase in ("update", "old_log_prob"):
+        section, name = "actor", "ppo_micro_batch_size_per_gpu"
         size = config.actor.ppo_micro_batch_size_per_gpu
-        actor = replace(config.actor, ppo_micro_batch_size_per_gpu=size // 2)
-        smaller = replace(config, actor=actor)
-        key = "actor.ppo_micro_batch_size_per_gpu"
     elif phase == "rollout":
+        section, name = "rollout", "micro_batch_size_per_gpu"
         size = chunk_size(config)
-        rollout = replace(config.rollout, micro_batch_size_per_gpu=size // 2)
-        smaller = replace(config, rollout=rollout)
-        key = "rollout.micro_batch_size_per_gpu"
     else:
         return None
+    halved = {section: replace(getattr(config, section), **{name: size // 2})}
     trainer = replace(config.trainer, resume_mode="auto")  # this command's own run goes on
-    smaller = replace(smaller, trainer=trainer)
-    return None if size % 2 else (smaller, f"{key}={size // 2} in place of {size}")
+    smaller = replace(config, trainer=trainer, **halved)
+    return None if size % 2 else (smaller, f"{section}.{name}={size // 2} in place of {size}")
