@@ -270,15 +270,9 @@ class Batch:
     def with_old(
         self, log_probs: Tensor, means: Tensor | None = None, centered: Tensor | None = None
     ) -> Self:
-        """Returns the batch with another old policy than the rollout's.
-
-        Args:
-          log_probs: of the old policy, [B, T].
-          means: of its steps, [B, T, ...]; None if nobody needs them. Tokens have none.
-          centered: its centered log-ratio to the rollout, [B, T]; likewise.
-
-        Returns:
-          A new batch.
+        """Returns the batch with another old policy than the rollout's: its log-probs [B, T], the
+        means of its steps [B, T, ...] and its centered log-ratio to the rollout [B, T], where these
+        are needed.
         """
         return self.replace(old_log_probs=log_probs)
 

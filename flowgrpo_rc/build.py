@@ -87,16 +87,7 @@ def assemble(
     first_step: int,
     log: RunLog | None = None,
 ) -> Trainer:
-    """Loads the model and makes the trainer of a run.
-
-    Args:
-      config: settings that have been checked.
-      folder: the run's folder.
-      processes: the processes of the run.
-      prompts: the training sampler, the held-out prompts, and the suites.
-      first_step: the first step that is left to train.
-      log: where the numbers of a step go; None for that of `make_log`.
-    """
+    """Loads the model and makes the trainer of a run, whose settings have been checked."""
     config = settled(config)
     log = log or make_log(config, folder, processes, first_step=first_step)
     sampler, held_out, suites = prompts
@@ -143,11 +134,7 @@ def assemble(
 
 
 def make_suite(suite: Suite, config: Config, task: Task) -> SuiteRunner:
-    """Makes what asks a suite of the task's model, and of it without its LoRA.
-
-    Raises:
-      ValueError: the model cannot take a prompt.
-    """
+    """Makes what asks a suite of the task's model, and of it without its LoRA."""
     task.check_prompts(suite.prompts)
     base = partial(reference_policy, task.model.network)
     batch_size = config.rollout.val_kwargs.batch_size
@@ -209,16 +196,7 @@ def make_log(
     console: Console | None = None,
     observers: Sequence[Observer] = (),
 ) -> RunLog:
-    """Makes what writes the numbers of a step down.
-
-    Args:
-      config: the settings; `trainer.logger` names the trackers.
-      folder: the run's folder.
-      processes: the processes of the run.
-      first_step: the first step that is left to train.
-      console: tells the user; None for that of `make_console`.
-      observers: called with the number and the metrics of each step, on the main process.
-    """
+    """Makes what writes the numbers of a step down, and calls the observers on the main process."""
     trackers = Trackers(
         processes.accelerator,
         project_name=config.trainer.project_name,
@@ -236,13 +214,8 @@ def make_log(
 def make_processes(config: Config, *, quiet: bool = False) -> Processes:
     """Returns accelerate's view of this process, on the device of `device_of`.
 
-    Args:
-      config: the settings.
-      quiet: print nothing.
-
-    Raises:
-      ValueError: an earlier run of this Python session had another device or mixed precision, which
-        accelerate keeps for the whole session.
+    ValueError if an earlier run of this Python session had another device or mixed precision, which
+    accelerate keeps for the whole session.
     """
     resolve_strategy(config.trainer.strategy)
     on_cpu = device_of(config).type == "cpu"
@@ -420,9 +393,7 @@ def make_source(
 
 
 def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
-    """The engine that `rollout.name` names, with the task's weights. ValueError where it refuses
-    its options.
-    """
+    """Makes the engine that `rollout.name` names, with the task's weights."""
     return _engine_on(config, task.model, task.model.network)
 
 
@@ -457,11 +428,8 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
 
 
 def engine_alone(config: Config, folder: Path) -> RolloutEngine[Any]:
-    """Loads the model and makes its engine, in a process that does not train.
-
-    Args:
-      config: of the run.
-      folder: the trainer's working directory, from which relative paths lead.
+    """Loads the model and makes its engine, in a process that does not train. Relative paths lead
+    from `folder`, the trainer's working directory.
     """
     if folder.is_dir():  # another machine may lack it
         os.chdir(folder)

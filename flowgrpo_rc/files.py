@@ -12,12 +12,7 @@ TEMPORARY = ".tmp"  # how names of files end that are not complete
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Writes a file such that a crash leaves either the old content or the new one.
-
-    Args:
-      path: the file; its folder exists.
-      content: everything that the file shall hold.
-    """
+    """Writes a file such that a crash leaves either the old content or the new one."""
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     # Somebody else's folder may hold a link of this name to a file of ours.
     temporary.unlink(missing_ok=True)
@@ -39,9 +34,6 @@ def plain_yaml(path: Path) -> dict[str, Any]:
     """Reads a mapping from a YAML file that this package has written.
 
     Such a file has no aliases (`*name`), a few of which may stand for billions of values.
-
-    Raises:
-      ValueError: the file is damaged, holds no mapping, or has an alias.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -14,11 +14,7 @@ from importlib import import_module
 
 @contextmanager
 def quiet(*libraries: str) -> Iterator[None]:
-    """Silences libraries meanwhile; errors are still told.
-
-    Args:
-      *libraries: `transformers`, `diffusers`, or both. They are imported, which takes seconds.
-    """
+    """Imports `transformers`, `diffusers` or both, and silences all but their errors meanwhile."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     # diffusers imports torchao if it is installed, and that has notices of its own.
@@ -41,14 +37,7 @@ def quiet(*libraries: str) -> Iterator[None]:
 
 @contextmanager
 def loading(where: str) -> Iterator[None]:
-    """Says which model a library refuses because its code would have to run.
-
-    Args:
-      where: the setting that names the model, such as `model.path=my_model`.
-
-    Raises:
-      ValueError: the model cannot be loaded without Python code that comes with it.
-    """
+    """Says which model, named by a setting, is refused because its code would have to run."""
     try:
         yield
     except ValueError as error:

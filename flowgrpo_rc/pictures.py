@@ -26,16 +26,9 @@ _FAULTS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 @lru_cache(maxsize=_HELD)
 def read_picture(picture: str | bytes) -> np.ndarray:
-    """Reads a picture, the right way up. The last 16 are kept.
+    """Reads a picture, the right way up, as uint8 RGB [H, W, 3]. The last 16 are kept.
 
-    Args:
-      picture: a path, or the content of a file.
-
-    Returns:
-      uint8 RGB, [H, W, 3], read-only, since others get the same.
-
-    Raises:
-      ValueError: there is no such file, or it is no picture. The message names it.
+    The array is read-only, since others get the same. ValueError names what is no picture.
     """
     with _opened(picture) as image:
         pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))

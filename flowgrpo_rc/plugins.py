@@ -65,16 +65,7 @@ def available_plugins(package: str, base: type) -> list[str]:
 
 
 def check_engine_name(package: str, name: str, key: str) -> None:
-    """Checks the name of an engine without importing one, which would import its libraries.
-
-    Args:
-      package: a plug-in folder whose plug-ins end in `_engine`.
-      name: as `load_class` takes it; the full path of a class is not looked at.
-      key: the configuration key that the name comes from.
-
-    Raises:
-      ValueError: there is no such engine. The message lists those that exist.
-    """
+    """Checks the name of an engine without importing one, which would import its libraries."""
     names = _module_names(package)
     engines = sorted(module.removesuffix(_ENGINE) for module in names if module.endswith(_ENGINE))
     if "." not in name and name.removesuffix(_ENGINE) not in engines:
@@ -89,17 +80,7 @@ def _no_plugin(name: str, available: Sequence[str]) -> str:
 
 
 def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
-    """Returns `cls(**options)`.
-
-    Args:
-      cls: the class.
-      options: keyword arguments of its constructor.
-      where: the configuration key that the options come from, such as `reward.terms.ocr`.
-
-    Raises:
-      ValueError: an option is unknown or missing, or the constructor refuses a value. The message
-        names the key.
-    """
+    """Returns `cls(**options)`; a ValueError names `where`, the key that the options come from."""
     check_options(cls, options, where)
     try:
         return cls(**options)
@@ -112,15 +93,8 @@ def check_options(
 ) -> None:
     """Checks the names of options against the parameters of a constructor.
 
-    Args:
-      cls: the class.
-      options: keyword arguments of its constructor.
-      where: the configuration key that the options come from.
-      others: what the same section takes besides, for the message.
-
-    Raises:
-      ValueError: the constructor has no such parameter (the message names the nearest one), or
-        needs one that is missing.
+    `where` is the key that the options come from, and `others` is what the same section takes
+    besides, for the message.
     """
     parameters = inspect.signature(cls).parameters
     allowed = [name for name, parameter in parameters.items() if parameter.kind in _KEYWORD_KINDS]
@@ -151,11 +125,7 @@ def check_least(key: str, value: float | None, least: float) -> None:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Loads a function, or another callable, by its path `my_package.my_module:name`.
-
-    Raises:
-      ValueError: the path leads to no callable.
-    """
+    """Loads a function, or another callable, by its path `my_package.my_module:name`."""
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ValueError(f"path={path!r}: write it as my_package.my_module:name")
@@ -176,11 +146,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def install_hint(extra: str) -> str:
-    """Returns the command that installs an extra of pyproject.toml, such as `vllm-omni`.
-
-    It names the part's own requirements, so it works whether the package was installed from an
-    index, from a wheel or from a clone.
-    """
+    """Returns the command that installs an extra of pyproject.toml, by names of its own parts."""
     try:
         requirements = metadata.requires("flowgrpo-rc") or []
     except metadata.PackageNotFoundError:

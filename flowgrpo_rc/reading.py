@@ -13,13 +13,7 @@ _MOST_LEVELS = 100  # of lists and mappings inside of one another; readers walk 
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds a mapping.
-
-    Raises:
-      ValueError: the file is too large, is no JSON, is nested too deeply, or holds no mapping. The
-        message names it.
-      OSError: it cannot be opened.
-    """
+    """Reads a JSON file that holds a mapping, neither too large nor too deep."""
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} cannot be read: it has more than {_MOST_BYTES >> 20} MiB")
     with blaming(path):
@@ -27,11 +21,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_mapping(text: str | bytes) -> dict[str, Any]:
-    """Parses JSON that holds a mapping.
-
-    Raises:
-      ValueError: it is no JSON, is nested too deeply, or is no mapping.
-    """
+    """Parses JSON that holds a mapping, nested no deeper than readers can walk."""
     try:
         found = json.loads(text)
     except RecursionError as error:
@@ -48,14 +38,7 @@ def parse_mapping(text: str | bytes) -> dict[str, Any]:
 
 @contextmanager
 def blaming(what: Path | str) -> Iterator[None]:
-    """Names a file in every error that comes of its content.
-
-    Args:
-      what: the file, or the setting and the file.
-
-    Raises:
-      ValueError: the content cannot be used. An error that names the file already stays as it is.
-    """
+    """Names a file, or a setting and its file, in every error that comes of its content."""
     try:
         yield
     # Every exception, since libraries raise what they like where they expect another content.

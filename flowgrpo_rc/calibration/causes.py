@@ -124,14 +124,8 @@ def diagnose(
 ) -> Diagnosis:
     """Explains the mismatch of a few recorded steps.
 
-    Args:
-      replay: replays them with faults.
-      engine: the mismatch of trainer and engine.
-      copies: the mismatch of the trainer and its copies in several precisions; the copy in the
-        engine's precision comes first.
-      found: what `record` found.
-      noise: from `check_noise`.
-      whitespace: replays the samples of a prompt with whitespace planted in it.
+    `copies` are those of the trainer and its copies, the one in the engine's precision first;
+    `found` comes from `record`; `whitespace` replays a prompt with whitespace planted in it.
     """
     mismatch, copy_mismatch = engine.mean(), copies[0].mean()
     as_recorded = replay.as_recorded

@@ -79,11 +79,8 @@ class Bound(NamedTuple):
 def bound_of(config: Config, differences: Tensor, measured: Evaluation) -> Bound | None:
     """Measures what the configured loss bounds; None if it clips nothing, or names no bound.
 
-    Args:
-      config: the configuration.
-      differences: the mismatch, [B, T] float64.
-      measured: the trainer's steps; with a KL if the loss compares means, and with the centered
-        log-ratio to the engine if the correction is centered.
+    `measured` has a KL if the loss compares means, and the centered log-ratio to the engine if the
+    correction is centered.
     """
     if config.algorithm.rollout_correction.loss_type == "reinforce":
         return None
@@ -188,13 +185,8 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
     `WIDEST` times the recipe's and at most `MOVEMENT` times the floor. Otherwise it is decoupled,
     whose ratio has no mismatch in it, with the recipe's bound. A centered log-ratio, and a loss
     that tolerates the mismatch, are in bypass mode however wide the bound is: the direction of
-    their gradient is nearly right there, at no cost.
-
-    Args:
-      config: the configuration that was measured.
-      bound: of the loss; None for none.
-      mode: `bypass` or `decoupled` overrules the choice of the mode, but not the numbers; `auto`.
-      doubt: why no room should be made for the mismatch, such as a fault that explains it.
+    their gradient is nearly right there, at no cost. `doubt` says why no room should be made for
+    the mismatch, such as a fault that explains it.
     """
     if bound is None:
         return _without_bound(config, mode, doubt)

@@ -79,12 +79,6 @@ class Lora(NamedTuple):
 class Replay:
     """Replays recorded steps with a copy of the trainer's network in the engine's precision.
 
-    Args:
-      copy: the copy.
-      rollout: the recorded steps.
-      lora: the trainer's LoRA tensors.
-      lora_scale: alpha / rank.
-
     Attributes:
       recorded: the engine's log-probs, [B, T].
       log_probs: of a replay without any fault, [B, T].
@@ -132,11 +126,7 @@ class Replay:
             yield Trial("prompt", f"prompts {name}", residual)
 
     def sized_trials(self, *, fitted: bool) -> Iterator[Trial]:
-        """Tries every fault that has a size.
-
-        Args:
-          fitted: True fits the size to the record, False tries a typical one.
-        """
+        """Tries every fault that has a size, fitted to the record or else a typical one."""
 
         def residual(shift: float) -> float:
             return self._residual(partial(shifted, self._timesteps, shift))
@@ -369,15 +359,11 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def fit(residual: Callable[[float], float], grid: Sequence[float]) -> float:
-    """Returns the positive number with the least residual.
+    """Returns the positive number with the least residual, near the best of an ascending grid.
 
-    It is found by golden-section search, on a logarithmic scale, around the best number of a grid.
-    Settings are usually short numbers, so a shorter number wins if it is as good. The number of the
-    grid wins if the residual has several valleys and the search ends in a shallower one.
-
-    Args:
-      residual: the function to minimise.
-      grid: positive numbers, ascending.
+    It is found by golden-section search on a logarithmic scale. Settings are usually short numbers,
+    so a shorter number wins if it is as good. The number of the grid wins if the residual has
+    several valleys and the search ends in a shallower one.
     """
     best = min(range(len(grid)), key=lambda index: residual(grid[index]))
     low = math.log(grid[max(best - 1, 0)])

@@ -85,9 +85,7 @@ class Mismatch:
         return self.differences.abs().mean().item()
 
     def summary(self) -> dict[str, float]:
-        """Returns mean, quantiles and maximum of |difference|, and the noise floor: the robust
-        standard deviation of the differences.
-        """
+        """Returns mean, quantiles and maximum of |difference|, and the robust noise floor."""
         sizes = self.differences.abs().flatten()
         names = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
         quantiles = {name: torch.quantile(sizes, q).item() for name, q in names.items()}
@@ -167,11 +165,7 @@ def ask(
 def sample(
     engine: RolloutEngine[ImageRequest], request: ImageRequest, *, needs_means: bool = False
 ) -> RecordedRollout:
-    """Samples with the engine.
-
-    Raises:
-      ValueError: log-probs are not finite, or means are missing that the settings need.
-    """
+    """Samples with the engine. Log-probs must be finite, and means there if they are needed."""
     batch = concat([chunk.batch for chunk in engine.generate(request)])
     assert isinstance(batch, DiffusionBatch)
     rollout = RecordedRollout(request=request, batch=batch)
@@ -199,16 +193,8 @@ def require_finite(rollout: RecordedRollout, log_probs: Tensor, whose: str, key:
 
 
 class Copy:
-    """The trainer's network in another precision, which replays what an engine recorded.
-
-    Batches have the shape of the engine's.
-
-    Args:
-      model: the trainer's model.
-      dtype: precision of the copy.
-      quantization: of its frozen weights; None for none.
-      rows: samples in one forward.
-      merge_lora: whether the engine adds the LoRA to its weights, so that the copy does, too.
+    """The trainer's network in another precision, which replays what an engine recorded, in batches
+    of `rows` samples, as the engine has them.
     """
 
     def __init__(

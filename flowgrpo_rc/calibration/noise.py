@@ -38,12 +38,7 @@ class NoiseReport(NamedTuple):
 
 
 def check_noise(batch: DiffusionBatch, *, says_seeds: bool) -> NoiseReport:
-    """Checks the noise of recorded steps.
-
-    Args:
-      batch: the steps, with their means.
-      says_seeds: whether the engine says that it draws the seeds' noise.
-    """
+    """Checks the noise of recorded steps, which have their means."""
     noise, _ = rollout_noise(batch, ELEMENTS)
     shared, moments = check_sharing(noise), check_moments(noise)
     shares = torch.cat([follows_seed(batch.step(t)) for t in range(batch.num_steps)])
@@ -59,12 +54,9 @@ def check_noise(batch: DiffusionBatch, *, says_seeds: bool) -> NoiseReport:
 
 
 def check_sharing(noise: Tensor) -> list[str]:
-    """Looks for correlated noise among all pairs of steps.
+    """Looks for correlated noise [B, T, K] among all pairs of steps.
 
     A correlation r of K independent elements is 0 with atanh(r) = 0 +- 1 / sqrt(K - 3).
-
-    Args:
-      noise: [B, T, K].
     """
     _, num_steps, num_elements = noise.shape
     rows = noise.flatten(0, 1)
@@ -90,12 +82,9 @@ def check_sharing(noise: Tensor) -> list[str]:
 
 
 def check_moments(noise: Tensor) -> list[str]:
-    """Compares mean, variance and kurtosis with those of a standard normal distribution.
+    """Compares mean, variance and kurtosis of noise [B, T, K] with those of a standard normal.
 
     Of N elements they are 0 +- sqrt(1 / N), 1 +- sqrt(2 / N) and 3 +- sqrt(24 / N).
-
-    Args:
-      noise: [B, T, K].
     """
     values = noise.double().flatten()
     square = values.square().mean()

@@ -26,13 +26,7 @@ MEANS_APART = 1e-5
 def check_record(
     rollout: RecordedRollout, model: FlowModel, *, version: int
 ) -> list[tuple[str, str]]:
-    """Checks a record apart from its log-probs, as (cause, sentence).
-
-    Args:
-      rollout: the record.
-      model: the trainer's model.
-      version: version of the weights that the engine was given last.
-    """
+    """Checks a record apart from its log-probs; the engine was given weights of `version` last."""
     batch, request = rollout.batch, rollout.request
     schedule, steps = model.walked_schedule(request.spec), batch.step_indices
     found = []
@@ -65,7 +59,7 @@ def check_record(
 
 
 def check_means(batch: DiffusionBatch) -> list[tuple[str, str]]:
-    """Checks that the recorded means, if any, fit the recorded log-probs, as (cause, sentence).
+    """Checks that the recorded means, if any, fit the recorded log-probs.
 
     A centered log-ratio rests on them, and log-probs that agree do not show that they are wrong.
     """
@@ -99,9 +93,6 @@ def check_prompts(rollout: RecordedRollout, model: FlowModel) -> list[tuple[str,
 
     An engine that encodes itself may record the conditioning of another text. That makes no
     mismatch.
-
-    Returns:
-      What was done to the texts, as (cause, sentence).
     """
 
     def differs(others: Sequence[Prompt]) -> bool:
@@ -117,13 +108,7 @@ def check_prompts(rollout: RecordedRollout, model: FlowModel) -> list[tuple[str,
 def check_engine(
     engine: RolloutEngine[Any], pushed: Mapping[str, Tensor], spec: Spec
 ) -> list[tuple[str, str]]:
-    """Reads back what an engine holds, as (cause, sentence).
-
-    Args:
-      engine: the engine; what it does not show is not judged.
-      pushed: the LoRA that it was given last, by name.
-      spec: the settings that it is asked for.
-    """
+    """Reads back what an engine holds, where it shows it, of the LoRA that it was given."""
     found = []
     plain = engine.plain_layers()
     _, _, quantization = spec.dtype.partition("+")

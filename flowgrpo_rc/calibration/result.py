@@ -97,11 +97,7 @@ class Calibration:
 
 
 class Folder:
-    """The files of one result: numbers, picture, and `calibration/NAME.yaml` for training.
-
-    Raises:
-      ValueError: the name cannot be the name of a configuration.
-    """
+    """The files of one result: numbers, picture, and `calibration/NAME.yaml` for training."""
 
     def __init__(self, root: Path, name: str) -> None:
         if not name.isidentifier():

@@ -63,10 +63,8 @@ def try_tails(
     engine: RolloutEngine[ImageRequest],
     prompts: PromptBatch,
 ) -> list[TailTrial]:
-    """Samples the prompts once with the schedule's own tail and once with each shorter one.
-
-    Returns:
-      The tails, those with the fewest evaluations first.
+    """Samples the prompts once with the schedule's own tail and once with each shorter one, those
+    with the fewest evaluations first.
     """
     steps, start = config.rollout.pipeline.num_inference_steps, config.rollout.window()[2]
     seeds = [
@@ -106,10 +104,7 @@ def try_tails(
 
 
 def cheapest(trials: Sequence[TailTrial]) -> TailTrial | None:
-    """Returns the tail with the fewest evaluations that agrees; of two such, the better one.
-
-    None if no tail has a correlation of `AGREEMENT`.
-    """
+    """Returns the tail with the fewest evaluations that agrees, the better of two such; or None."""
     good = [trial for trial in trials if trial.agreement >= AGREEMENT]
     return min(good, key=lambda trial: (trial.evaluations, -trial.agreement), default=None)
 

@@ -49,12 +49,7 @@ PRECISIONS = ("fp32", "fp16", "bf16")  # of the copies, besides the engine's own
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Calibrates the configuration that the command line asks for: measures, prints and writes.
-
-    Raises:
-      ValueError: what is asked for cannot be measured, or another result would be lost; all but
-        log-probs that are no numbers is found before anything is loaded.
-    """
+    """Calibrates the configuration that the command line asks for: measures, prints and writes."""
     config = unchecked_config(arguments.composition.config)
     folder = Folder(Path(arguments.out), arguments.name)
     folder.check(overwrite=arguments.overwrite)
@@ -68,17 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool) -> Calibration:
-    """Measures a calibration of checked settings in one process.
-
-    Args:
-      config: the settings.
-      prompts: what to sample from.
-      mode: one of `choice.MODES`.
-      tail: also measure how few evaluations do behind the window.
-
-    Raises:
-      ValueError: there are several processes, or log-probs are no numbers.
-    """
+    """Measures a calibration of checked settings in one process."""
     config = settled(config)
     config.trainer.logger = ["console"]
     processes = make_processes(config)
@@ -183,10 +168,8 @@ def compare(
 ) -> tuple[list[Mismatch], Bound | None, Diagnosis]:
     """Evaluates the engine's samples by the trainer and, one after the other, by copies of it.
 
-    Returns:
-      The mismatches: of the engine over many samples and at another guidance; then of copies of the
-      trainer's network, in the engine's precision and in others. The bound of the loss, and what
-      explains the mismatch.
+    Returns the mismatches (of the engine over many samples and at another guidance, then of copies,
+    the one in the engine's precision first), the bound of the loss, and what explains the mismatch.
     """
     model = task.model
     micro = config.actor.ppo_micro_batch_size_per_gpu
@@ -244,21 +227,14 @@ def same_as_trainer(config: Config) -> str | None:
 
 
 def other_precisions(config: Config) -> list[str]:
-    """Returns the precisions of further copies.
-
-    The engine's and the trainer's own are left out, and so are those with larger weights than the
-    trainer's.
-    """
+    """Returns the precisions of further copies, none with larger weights than the trainer's."""
     known = (config.rollout.spec().dtype, same_as_trainer(config))
     size = DTYPES[config.model.dtype].itemsize
     return [name for name in PRECISIONS if name not in known and DTYPES[name].itemsize <= size]
 
 
 def _checked_prompts(config: Config, num_prompts: int, mode: str) -> list[Prompt]:
-    """Returns the first prompts that training would take; ValueError for what cannot be calibrated.
-
-    Nothing is loaded.
-    """
+    """Returns the first prompts that training would take; refuses what cannot be calibrated."""
     if config.model.kind != "diffusion":
         raise ValueError(
             f"calibrate knows flow models, model.kind=diffusion; model.kind={config.model.kind}, "

@@ -20,20 +20,12 @@ from flowgrpo_rc.distributed.launch import launch
 
 
 def prepare(arguments: argparse.Namespace) -> int | None:
-    """Composes and checks the configuration; prints what was written in other words.
+    """Composes and checks the configuration of train, plan or calibrate, and prints what was
+    written in other words. The arguments get a `composition`, unless a plan is of a run's workers.
 
     A training of several processes is done here: they import what it needs, and this process waits.
 
-    Args:
-      arguments: of train, plan or calibrate; `composition` is added, unless a plan is of a run's
-        workers.
-
-    Returns:
-      The exit code if nothing is left to do, as with `--cfg job` or after a run of several
-      processes; None otherwise.
-
-    Raises:
-      ValueError: names the key, the value and what is allowed.
+    Returns the exit code if nothing is left to do, as with `--cfg job`; None otherwise.
     """
     if arguments.command == "plan" and (arguments.workers, arguments.measured) != (None, None):
         return None  # the settings are those of a run
@@ -66,11 +58,7 @@ def prepare(arguments: argparse.Namespace) -> int | None:
 
 
 def _settings(words: list[str]) -> list[str]:
-    """Returns overrides, after a check that each is one.
-
-    Raises:
-      ValueError: a word is no setting, for instance the rest of a value that was not quoted.
-    """
+    """Returns overrides, after a check that each is one, and not the rest of an unquoted value."""
     for place, word in enumerate(words):
         if "=" in word or word.startswith("~"):
             continue

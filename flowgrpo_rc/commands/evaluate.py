@@ -21,12 +21,7 @@ from flowgrpo_rc.rewards.manager import RewardManager
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Evaluates a run.
-
-    Raises:
-      ValueError: this is no folder of a run, or the settings or a suite cannot work; nothing is
-        loaded.
-    """
+    """Evaluates a run."""
     folder = RunFolder(Path(arguments.run_dir))
     config = stored_config(folder.config, arguments.overrides)
     config.model.lora_path = str(folder.lora)
@@ -61,10 +56,7 @@ def _evaluate_held_out(config: Config) -> None:
 
 
 def _evaluate_by_suites(folder: RunFolder, config: Config) -> None:
-    """Compares the run's exported LoRA with the base model by suites.
-
-    The run's folder gets `suites/` and a new `report.html`.
-    """
+    """Compares the run's exported LoRA with the base model by suites, and renews its report."""
     asked = check_suites(config)
     processes = make_processes(config)
     task = make_task(config, processes)

@@ -36,18 +36,8 @@ def export_checkpoint(
 ) -> Path:
     """Writes the LoRA of a checkpoint with a model card, for stock diffusers or peft.
 
-    Args:
-      checkpoint: the folder of a checkpoint, or of a run, whose newest one is taken.
-      out: the folder to write to.
-      raw: take the last weights rather than their average.
-      push_to_hub: a repository to upload both to as well; a new one is private unless `public`.
-      public: make the repository public.
-
-    Returns:
-      The file with the tensors.
-
-    Raises:
-      ValueError: this cannot work; nothing is loaded.
+    Of a run the newest checkpoint is taken, and of that the average of the weights unless `raw`. A
+    new repository `push_to_hub` is private unless `public`. Returns the file with the tensors.
     """
     if public and push_to_hub is None:
         raise ValueError("--public has no effect without --push-to-hub: drop it")

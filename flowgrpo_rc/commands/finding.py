@@ -13,12 +13,7 @@ from flowgrpo_rc.records.run_folder import RunFolder
 
 
 def check_run_folder(arguments: argparse.Namespace) -> None:
-    """Checks the run that evaluate or export is given.
-
-    Raises:
-      ValueError: it is no run, a key or a suite is wrong, or evaluate would import code that is not
-        trusted.
-    """
+    """Checks the run that evaluate or export is given, and whether evaluate may import its code."""
     if arguments.command == "evaluate":
         path = RunFolder(Path(arguments.run_dir)).config
         config = stored_config(path, arguments.overrides)
@@ -37,14 +32,7 @@ def check_run_folder(arguments: argparse.Namespace) -> None:
 
 
 def checkpoint_and_run(given: str) -> tuple[Path, Path]:
-    """Returns the folders of a checkpoint and of its run.
-
-    Args:
-      given: the folder of either; of a run the newest checkpoint is taken.
-
-    Raises:
-      ValueError: there is no checkpoint.
-    """
+    """Returns the folders of a checkpoint, for a run its newest one, and of its run."""
     path = Path(given)
     if path.parent.name == "checkpoints":
         return path, path.parent.parent

@@ -182,10 +182,7 @@ def _run(
 
 
 def leave_results(config: Config, folder: RunFolder) -> None:
-    """Exports the LoRA of the newest checkpoint with its model card, and writes the report.
-
-    The average of the LoRA is exported if the checkpoint has one.
-    """
+    """Exports the LoRA of the newest checkpoint, or its average if there is one, and the report."""
     newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
     tensors = newest.tensors.get("ema", newest.tensors["lora"])
     export_lora(tensors, config.model, folder.lora)

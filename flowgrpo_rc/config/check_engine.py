@@ -46,12 +46,7 @@ def engine_class(config: Config) -> type[RolloutEngine[Any]]:
 
 
 def engine_of(config: Config) -> type[RolloutEngine[Any]]:
-    """Returns the class of the rollout engine, once it has been checked.
-
-    Raises:
-      ValueError: there is no such engine, it samples from another kind of model, or it does not
-        offer what the settings ask for.
-    """
+    """Returns the class of the rollout engine, once it has been checked."""
     engine = engine_class(config)
     rollout, kind, name = config.rollout, config.model.kind, f"rollout.name={config.rollout.name}"
     offered = ", ".join(engine.quantizations) or "none (see rollout.engine_kwargs)"
@@ -133,11 +128,7 @@ def check_engine(config: Config) -> None:
 
 
 def check_machine(config: Config, device: torch.device) -> None:
-    """Checks that this machine, and `device` in it, can do what the settings ask for.
-
-    Raises:
-      ValueError: a setting that the machine cannot follow, or a package that is missing.
-    """
+    """Checks that this machine, and `device` in it, can do what the settings ask for."""
     if config.model.offload_idle and device.type == "cpu":
         raise ValueError("model.offload_idle=true has no effect on the CPU: drop it")
     rollout = config.rollout
@@ -168,9 +159,7 @@ def _check_workers(config: Config, device: torch.device) -> None:
 
 
 def _check_options_on(config: Config, device: torch.device) -> None:
-    """Looks for the package that quantizes, and lets the engine check its options, the model and
-    the device.
-    """
+    """Looks for the package that quantizes, and has the engine check options, model and device."""
     engine, quantization = engine_of(config), config.rollout.quantization
     if quantization is not None and find_spec(engine.quantizations[quantization]) is None:
         raise ValueError(
@@ -191,9 +180,7 @@ def _check_options_on(config: Config, device: torch.device) -> None:
 
 
 def missing_for_compiling(device: torch.device) -> list[str]:
-    """Returns what torch.compile lacks here, in words; on the CPU it compiles through C++, and on a
-    GPU Triton builds its launchers in C.
-    """
+    """Returns what torch.compile lacks here, in words."""
     language, compilers = ("C++", CXX_COMPILERS) if device.type == "cpu" else ("C", C_COMPILERS)
     lacking = []
     chosen = os.environ.get("CXX" if device.type == "cpu" else "CC")

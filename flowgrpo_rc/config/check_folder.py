@@ -32,11 +32,7 @@ _REPLACED = (
 
 
 def check_output(config: Config, num_parameters: int = 0) -> None:
-    """Checks that the output folder can be written and that its disk has room for the checkpoints.
-
-    Raises:
-      ValueError: the folder cannot be written, or there is too little room.
-    """
+    """Checks that the output folder can be written and that the checkpoints fit on its disk."""
     needed = disk_bytes(config, num_parameters)
     check_writable(Path(config.trainer.output_dir), needed_bytes=needed)
 
@@ -64,11 +60,7 @@ def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpo
     """Returns the newest whole checkpoint of the output folder; None for a new run.
 
     Damaged ones that are newer are passed over; `set_aside_after` moves them out of the way.
-
-    Raises:
-      ValueError: a run in the folder is still going on, has other settings or has read other
-        inputs, or there is one and `trainer.resume_mode=disable` asks for a new one.
-      CheckpointError: every checkpoint is damaged; the message is about the newest.
+    ValueError if the run there is going on, has other settings or inputs, or was to be a new one.
     """
     folder = RunFolder(Path(config.trainer.output_dir))
     folder.check_free()
@@ -103,9 +95,7 @@ def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpo
 
 
 def can_be_extended(config: Config) -> bool:
-    """Returns whether a run may become longer, so that it equals one that was as long from the
-    start.
-    """
+    """Returns whether a run that becomes longer equals one that was as long from the start."""
     return config.actor.optim.lr_scheduler == "constant"
 
 

@@ -39,16 +39,7 @@ class Prompts(NamedTuple):
 
 
 def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True) -> Prompts:
-    """Checks everything that can be checked without the libraries of models.
-
-    Args:
-      config: the settings.
-      num_processes: how many processes share a step.
-      trains: whether something is trained, into `trainer.output_dir`.
-
-    Returns:
-      The prompts.
-    """
+    """Checks all that can be checked without the libraries of models; returns the prompts."""
     check_settings(config, num_processes)
     device_of(config)
     if trains:
@@ -61,21 +52,12 @@ def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True)
 
 
 def suites_of(config: Config) -> list[Suite]:
-    """Reads `trainer.suites`.
-
-    Raises:
-      ValueError: a suite is unknown or broken, or its reward cannot score what the model makes.
-    """
+    """Reads `trainer.suites`, whose rewards must score what the model makes."""
     return read_suites(config.trainer.suites, *SCORED[config.model.kind])
 
 
 def prompts_of(config: Config) -> Prompts:
-    """Reads the prompt files.
-
-    Raises:
-      ValueError: a file is missing, empty or malformed, or has too few prompts; or a condition
-        image is missing, too large or no picture.
-    """
+    """Reads the prompt files and checks their condition images."""
     data = config.data
     for name in ("train_files", "val_files"):
         if not getattr(data, name):

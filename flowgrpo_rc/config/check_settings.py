@@ -73,9 +73,7 @@ def refuse(*cases: tuple[bool, str], about: str = "", end: str = "") -> None:
 
 
 def _check_trained_on(config: Config) -> None:
-    """A loss of images trains on denoising steps of a rollout, or on finished samples, which have
-    no log-probs and so no mismatch.
-    """
+    """A loss of images trains on denoising steps, or on finished samples without log-probs."""
     loss, mode = config.actor.diffusion_loss.forward, config.actor.diffusion_loss.loss_mode
     size = config.rollout.algo.sde_window_size
     named = f"{DIFFUSION_KEY}.loss_mode={mode}"

@@ -80,11 +80,7 @@ def check_run(
       device: what the run would use, `device_of(config)`.
       num_processes: how many processes share a step.
       samples: whether the rollout engine is used; False for an evaluation.
-      trains: whether something is trained, into `trainer.output_dir`; False for a calibration and
-        an evaluation.
-
-    Returns:
-      The prompts and, if a run goes on, its checkpoint.
+      trains: whether something is trained, into `trainer.output_dir`.
 
     Raises:
       ValueError: names the key, the value and what is allowed.
@@ -110,14 +106,7 @@ def check_run(
 
 
 def check_suites(config: Config) -> list[Suite]:
-    """Checks an evaluation by `trainer.suites`, which asks neither the run's prompts nor rewards.
-
-    Returns:
-      The suites.
-
-    Raises:
-      ValueError: names the key or the suite, the value and what is allowed.
-    """
+    """Checks an evaluation by `trainer.suites`, which asks no prompts or rewards of the run."""
     check_settings(config)
     device_of(config)
     suites = suites_of(config)
@@ -129,8 +118,7 @@ def check_suites(config: Config) -> list[Suite]:
 def check_plan(config: Config, num_processes: int) -> FlowModel | None:
     """Checks what holds on every machine: the settings, the engine's options and the model.
 
-    Returns:
-      The model on the meta device, with its LoRA; None for a language model.
+    Returns the model on the meta device, with its LoRA; None for a language model.
     """
     check_settings(config, num_processes)
     check_engine(config)
@@ -231,10 +219,8 @@ def _check_replay(config: Config, folder: Path, num_processes: int) -> None:
 def check_networks(config: Config, model: FlowModel, num_processes: int) -> None:
     """Checks that the trained steps fit a model whose transformers share the schedule.
 
-    Warns of a transformer whose steps are never trained: its LoRA stays without effect.
-
-    Raises:
-      ValueError: processes that share the frozen weights would run different transformers.
+    Processes that share the frozen weights must run the same transformer. Warns of one whose steps
+    are never trained: its LoRA stays without effect.
     """
     if len(model.networks) == 1:
         return

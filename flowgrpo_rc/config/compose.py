@@ -72,11 +72,8 @@ class _Schema(Config):
 
 
 class Composition(NamedTuple):
-    """A composed configuration.
-
-    Attributes:
-      config: typed; only its rollout correction is checked.
-      rows: what became of settings in the words of another system.
+    """A typed configuration, of which only the rollout correction is checked, and what became of
+    settings in the words of another system.
     """
 
     config: DictConfig
@@ -106,13 +103,10 @@ def compose_config(
 def compose_all(
     overrides: Sequence[str], *, config_name: str | None = None, config_dir: str | None = None
 ) -> Composition:
-    """Composes a file and overrides.
+    """Composes a file and overrides, which may be in this project's words or in verl-omni's.
 
-    Args:
-      overrides: such as `rollout.n=8`, in this project's words or in verl-omni's.
-      config_name: the file. None: that of the bundled model, `verl_omni` for a whole command line
-        of verl-omni, and experiment/NAME for `+experiment=NAME`.
-      config_dir: a further folder with files.
+    Without `config_name` the file is that of the bundled model, `verl_omni` for a whole command
+    line of verl-omni, and experiment/NAME for `+experiment=NAME`. `config_dir` is a further folder.
     """
     _register_resolvers()
     folders = _folders(config_dir)
@@ -198,11 +192,7 @@ def _folders(config_dir: str | None) -> list[Path]:
 
 
 def _register_resolvers() -> None:
-    """Defines what files may write in `${...}`.
-
-    `asset:NAME` is a bundled file; `updates_of_steps:N` and `updates_of_ratio:X` are numbers of
-    optimizer updates.
-    """
+    """Defines what files may write in `${...}`: bundled files, and numbers of optimizer updates."""
     register_asset_resolver()
     OmegaConf.register_new_resolver(
         "updates_of_steps", lambda steps, _root_: updates_of_steps(_root_, steps), replace=True
@@ -261,10 +251,7 @@ def _correction_of(settings: Iterable[Setting]) -> dict[str, Any]:
 
 
 def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Config:
-    """Returns the dataclasses of a composed configuration, after `check_settings`.
-
-    `num_processes=None` stands for as many as the launcher announces.
-    """
+    """Returns the dataclasses of a composed configuration, after `check_settings`."""
     config = unchecked_config(composed)
     check_settings(config, num_processes or launched_processes() or 1)
     return config

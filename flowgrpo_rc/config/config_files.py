@@ -100,9 +100,6 @@ class ConfigFiles:
 
         One without `defaults` builds on the bundled job, or on the defaults of verl-omni if it is a
         whole configuration of verl-omni.
-
-        Raises:
-          ValueError: there is no such file, it cannot be read, or it has an unknown key.
         """
         name = name.removesuffix(".yaml")
         if name not in self.homes:
@@ -192,10 +189,7 @@ def merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _join_corrections(tree: dict[str, Any]) -> None:
-    """Moves the correction in verl-omni's place to ours, so that a file overrides one it builds on.
-
-    ValueError if both are there and contradict each other.
-    """
+    """Moves the correction in verl-omni's place to ours: a file overrides one it builds on."""
     ours, theirs = (path.split(".")[0] for path in CORRECTION)
     if "rollout_correction" not in (tree.get(theirs) or {}):
         return
@@ -211,12 +205,7 @@ def is_correction(key: str) -> bool:
 
 
 def check_keys(values: Mapping[str, Any], groups: Collection[str] = ()) -> None:
-    """Checks the keys of a file or a command line, but for those of the rollout correction.
-
-    Raises:
-      ValueError: a key is neither in the tree nor a group, or a value stands where a section
-        belongs.
-    """
+    """Checks keys and sections of a file or a command line, but for the rollout correction's."""
     known = known_keys()
     for key, value in values.items():
         if is_correction(key) or key.startswith(("hydra", *FREE_FORM)) or key in groups:

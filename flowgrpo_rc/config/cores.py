@@ -16,13 +16,10 @@ from flowgrpo_rc.distributed.child import is_child, launched_processes
 def stay_on_own_core(config: Config, device: torch.device) -> None:
     """Binds a process that `flowgrpo-rc train` has started to the core of its rank.
 
-    The processes wait for each other several times in a step. Beside another program the system
-    puts two of them on one core now and then: on two cores, one of them busy, a step of the bundled
-    job takes 1.6 times as long, and 1.4 times if each process stays on its core.
-
-    Nothing is bound on a GPU, outside Linux, under another launcher, where there are more or fewer
-    cores than processes, where a process has several threads, or where it starts an engine or
-    workers, which would stay on its core. What the system refuses is left alone.
+    On two cores, one of them busy, a step of the bundled job takes 1.6 times as long, and 1.4 times
+    if each process stays on its core. Nothing is bound where a process has several threads, or
+    starts an engine or workers, which would stay on its core. What the system refuses is left
+    alone.
     """
     if sys.platform != "linux" or device.type != "cpu" or not is_child():
         return

@@ -57,11 +57,7 @@ def device_of(config: Config) -> torch.device:
 
 
 def num_processes(config: Config, device: torch.device) -> int:
-    """Returns how many processes share a step of the training command.
-
-    Raises:
-      ValueError: a setting is wrong, or contradicts the launcher.
-    """
+    """Returns how many processes share a step of the training command."""
     if launched_processes() is not None:
         return processes_here(config)
     check_settings(config)
@@ -97,11 +93,7 @@ def _taken_by_workers(config: Config, device: torch.device) -> int:
 
 
 def processes_here(config: Config) -> int:
-    """Returns how many processes share a step of a run in this process.
-
-    Raises:
-      ValueError: the settings ask for another number than the launcher has started.
-    """
+    """Returns how many processes share a step of a run in this process."""
     asked, launched = config.trainer.num_processes, launched_processes()
     if asked in (AUTO, 1, launched):
         return launched or 1

@@ -19,14 +19,7 @@ _LONGEST = 80
 
 
 class Row(NamedTuple):
-    """A line of the table.
-
-    Attributes:
-      kind: what became of the setting.
-      given: the setting as it was given.
-      here: what it is here, or why it is nothing.
-      key: of the setting.
-    """
+    """A line of the table; `here` is what a setting is here, or why it is nothing."""
 
     kind: str
     given: str
@@ -50,10 +43,7 @@ def resolved(rows: Iterable[Row], ignore: Sequence[str]) -> list[Row]:
 
 
 def check(rows: Sequence[Row], ignore: Sequence[str]) -> None:
-    """Raises ValueError if a key without counterpart would change what is trained.
-
-    Also if `compat.ignore` names a key that would not.
-    """
+    """Refuses keys that would change what is trained, and needless names in `compat.ignore`."""
     for name in ignore:
         if not any(_names(name, row.key) for row in rows if row.kind in (IGNORED, STOPS)):
             raise ValueError(
@@ -81,9 +71,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Returns the rows that tell something as `table` does, and the others in a line each.
-
-    The others are those that only lose a prefix, and keys that need no counterpart.
+    """Returns the rows that tell something as `table` does; those that only lose a prefix, and keys
+    that need no counterpart, in a line each.
     """
     bare = [row for row in rows if row.here == row.given.lstrip("+").removeprefix(PREFIX)]
     needless = [row for row in rows if row.kind == NONE and not row.here.startswith(REPLACED)]

@@ -21,14 +21,7 @@ AS_GIVEN = object()
 
 
 class Setting(NamedTuple):
-    """An override, or a key of a file.
-
-    Attributes:
-      line: as it was given.
-      key: without `+`.
-      value: parsed.
-      text: the value as it was written.
-    """
+    """An override, or a key of a file; `key` is without `+`, and `text` is the value as written."""
 
     line: str
     key: str

@@ -78,12 +78,10 @@ def _has_means(config: Config) -> bool:
 
 
 def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
-    """Returns the settings with half of the micro-batch that a phase uses, and the change in words.
+    """Returns the settings with half of the micro-batch that a phase uses, and the change in words;
+    None if the phase has no micro-batch, or one of odd size.
 
     Both train the same up to rounding, so a run may go on with them.
-
-    Returns:
-      None if the phase has no micro-batch, or one of odd size.
     """
     if phase in ("update", "old_log_prob"):
         section, name = "actor", "ppo_micro_batch_size_per_gpu"

@@ -284,14 +284,9 @@ def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate_tree(tree: Mapping[str, Any], beside: Given) -> tuple[dict[str, Any], list[Row]]:
-    """Translates a file. A key that neither system has stays, for the caller to refuse.
+    """Returns a file in this project's naming, and the rows of what had another name or value.
 
-    Returns:
-      The content in this project's naming, and a row for each setting that had another name or
-      value.
-
-    Raises:
-      ValueError: two names set one key to different values.
+    A key that neither system has stays, for the caller to refuse.
     """
     settings = [
         Setting(f"{key}={write(value)}", key, value, write(value))

@@ -45,18 +45,12 @@ _DEPENDENTS = {
 
 
 def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
-    """Builds the rollout correction, and checks it.
+    """Builds the rollout correction, checks it, and returns it with notes on what was translated.
 
     A later layer overrides an earlier one and refines its slime flags; a layer that names a preset
     replaces all earlier ones. A layer that asks for weights without a word on the mode gets
     decoupled mode, the default of the documents, if an earlier one has a mode in which weights are
     metrics alone.
-
-    Returns:
-      The correction, and notes on what was translated.
-
-    Raises:
-      ValueError: two keys of one layer contradict each other, or the result cannot work.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
@@ -152,12 +146,7 @@ class _Settings:
 
 
 def _translated(given: Layer) -> _Settings:
-    """Translates the settings of a layer.
-
-    Raises:
-      ValueError: for an unknown key (naming the nearest), an unknown preset and a contradiction
-        (naming both keys).
-    """
+    """Translates a layer; ValueError for an unknown key or preset, or a contradiction."""
     found = _Settings()
     for key in given:
         if key not in KNOWN_KEYS:

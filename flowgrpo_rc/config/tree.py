@@ -135,8 +135,8 @@ class Config:
 
         In decoupled mode the ratio compares two forwards of the training graph, and from saved
         samples the policy moves away with every update. REINFORCE and some losses clip nothing:
-        they get the default, which has no effect there. A loss of your own may not say what it
-        clips. None where the clip follows the mismatch, and where it is a number already.
+        they get the default, which has no effect there. None where the clip follows the mismatch,
+        and where it is a number already.
         """
         section, correction = self.actor.diffusion_loss, self.algorithm.rollout_correction
         if "clip_ratio" not in section.auto or self.model.kind == "causal_lm":
@@ -200,9 +200,7 @@ class Config:
         return self.data.replay_dir is None and self.rollout.workers == 0
 
     def gpus_per_worker(self, device_type: str) -> float:
-        """Returns the GPUs that are set aside for a rollout worker: all that its engine spans on
-        `cuda`, by default.
-        """
+        """Returns the GPUs of a rollout worker, by default all that its engine spans on `cuda`."""
         given = self.rollout.gpus_per_worker
         if given is not None or device_type != "cuda":
             return given or 0
@@ -228,10 +226,7 @@ class Config:
         return None if chosen is None or chosen >= self.rollout.n else chosen
 
     def shares_evenly(self, num_processes: int) -> bool:
-        """Returns whether so many processes can share a mini-batch of valid size.
-
-        The share of each is whole groups of samples, and whole micro-batches.
-        """
+        """Returns whether each of so many processes gets whole groups and whole micro-batches."""
         if self.actor.ppo_mini_batch_size % num_processes:
             return False
         samples = self.samples_per_mini_batch(num_processes)
@@ -285,9 +280,6 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a run's config.yaml, without checking it. Keys newer than the file take their defaults.
 
     Bundled files are those of this installation, whichever one has written the run's folder.
-
-    Raises:
-      ValueError: the file is not there or damaged, a key is unknown, or a value has the wrong type.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} is not the folder of a run: it has no {path.name}")

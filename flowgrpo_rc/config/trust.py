@@ -47,12 +47,10 @@ def check_secrets(config: Config) -> None:
 
 
 def check_trusted(path: Path, config: Config, how: str) -> None:
-    """Checks that a run asks for no code from outside of this package, no secret and no server.
+    """Raises ValueError, with the settings, if a run asks for code from outside of this package, a
+    secret or a server; nothing is imported.
 
     A server would be sent the prompts, which may be any file of this machine.
-
-    Raises:
-      ValueError: it does; nothing is imported. The message lists the settings.
     """
     asked = [*_code(config), *_reward_options(config, "token_env")]
     asked += _reward_options(config, "url")
