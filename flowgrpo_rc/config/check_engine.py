@@ -181,6 +181,7 @@ def _check_options_on(config: Config, device: torch.device) -> None:
 
 def missing_for_compiling(device: torch.device) -> list[str]:
     """Returns what torch.compile lacks here, in words."""
+    # On a GPU Triton builds its launchers in C.
     language, compilers = ("C++", CXX_COMPILERS) if device.type == "cpu" else ("C", C_COMPILERS)
     lacking = []
     chosen = os.environ.get("CXX" if device.type == "cpu" else "CC")
