@@ -69,35 +69,25 @@ __all__ = [
     "train",
 ]
 
-# Public name -> the module that holds it.
-_HOMES = {
-    "Run": "api",
-    "train": "api",
-    "DiffusionBatch": "batch",
-    "Prompt": "batch",
-    "PromptBatch": "batch",
-    "Rewards": "batch",
-    "SamplerSpec": "batch",
-    "TokenBatch": "batch",
-    "TokenSpec": "batch",
-    "MetricBag": "core.metrics",
-    "apply_bypass_mode": "correction.api",
-    "apply_bypass_mode_to_diffusion_batch": "correction.api",
-    "apply_rollout_correction_to_batch": "correction.api",
-    "apply_rollout_correction_to_diffusion_batch": "correction.api",
-    "compute_offpolicy_metrics": "correction.api",
-    "compute_rollout_correction_and_rejection_mask": "correction.api",
-    "compute_rollout_correction_weights": "correction.api",
-    "compute_rollout_rejection_mask": "correction.api",
-    "RolloutCorrectionConfig": "correction.config",
-    "DiffusionLossConfig": "losses.config",
-    "LossConfig": "losses.config",
-    "TokenLossConfig": "losses.config",
-    "diffusion_loss": "algorithms.policy_gradient.images",
-    "token_loss": "algorithms.policy_gradient.text",
-    "check_rollout_correction_health": "monitoring.health",
-    "plot_rollout_correction": "report.figure",
+# Module -> the public names that it holds.
+_MODULES = {
+    "api": "Run train",
+    "batch": "DiffusionBatch Prompt PromptBatch Rewards SamplerSpec TokenBatch TokenSpec",
+    "core.metrics": "MetricBag",
+    "correction.api": (
+        "apply_bypass_mode apply_bypass_mode_to_diffusion_batch apply_rollout_correction_to_batch "
+        "apply_rollout_correction_to_diffusion_batch compute_offpolicy_metrics "
+        "compute_rollout_correction_and_rejection_mask compute_rollout_correction_weights "
+        "compute_rollout_rejection_mask"
+    ),
+    "correction.config": "RolloutCorrectionConfig",
+    "losses.config": "DiffusionLossConfig LossConfig TokenLossConfig",
+    "algorithms.policy_gradient.images": "diffusion_loss",
+    "algorithms.policy_gradient.text": "token_loss",
+    "monitoring.health": "check_rollout_correction_health",
+    "report.figure": "plot_rollout_correction",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -48,28 +48,17 @@ class Diagnosis:
     """The explanation of the mismatch of a few recorded steps.
 
     All sizes are means of |difference of log-probs|.
-
-    Attributes:
-      mismatch: between trainer and engine.
-      copy_mismatch: between trainer and its copy in the engine's precision.
-      as_recorded: between that copy and the engine: what the precision leaves unexplained.
-      trials: replays with a fault each.
-      found: what record, engine and noise themselves show, (cause, sentence).
-      explanation: the trial that explains the mismatch; None if none does.
-      similar: a precision in which a copy differs as much as the engine; None if there is none.
-      healthy: True if there is nothing to explain.
-      notes: what is no fault and still worth knowing.
     """
 
-    mismatch: float
-    copy_mismatch: float
-    as_recorded: float
-    trials: Sequence[Trial]
-    found: Sequence[tuple[str, str]]
-    explanation: Trial | None
-    similar: str | None
-    healthy: bool
-    notes: Sequence[str] = ()
+    mismatch: float  # between trainer and engine
+    copy_mismatch: float  # between trainer and its copy in the engine's precision
+    as_recorded: float  # between that copy and the engine: what the precision leaves unexplained
+    trials: Sequence[Trial]  # replays with a fault each
+    found: Sequence[tuple[str, str]]  # cause and sentence: what record, engine and noise show
+    explanation: Trial | None  # the trial that explains the mismatch
+    similar: str | None  # a precision in which a copy differs as much as the engine
+    healthy: bool  # whether there is nothing to explain
+    notes: Sequence[str] = ()  # what is no fault and still worth knowing
 
     @property
     def cause(self) -> str | None:

@@ -46,25 +46,15 @@ REFUSED: dict[bool, Sequence[tuple[str, Any, Any]]] = {
 
 
 class Bound(NamedTuple):
-    """A key of `actor.diffusion_loss` that bounds a quantity at every step, as measured.
+    """A key of `actor.diffusion_loss` that bounds a quantity at every step, as measured."""
 
-    Attributes:
-      key: the key, without its section.
-      configured: value of the key in the configuration.
-      reference: value of the key in the published recipe.
-      what: the quantity, in words.
-      sizes: the quantity before any update, [B, T] float64, not negative.
-      widest: a wider bound no longer holds an update back.
-      on_mismatch: whether the quantity is the mismatch itself.
-    """
-
-    key: str
-    configured: float
-    reference: float
-    what: str
-    sizes: Tensor
-    widest: float
-    on_mismatch: bool
+    key: str  # without its section
+    configured: float  # its value in the configuration
+    reference: float  # its value in the published recipe
+    what: str  # the quantity, in words
+    sizes: Tensor  # the quantity before any update, [B, T] float64, not negative
+    widest: float  # a wider bound no longer holds an update back
+    on_mismatch: bool  # whether the quantity is the mismatch itself
 
     @property
     def within(self) -> float:
@@ -123,17 +113,11 @@ def tolerates_mismatch(config: Config) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a calibration sets.
+    """What a calibration sets."""
 
-    Attributes:
-      values: value of each key.
-      reason: why this mode, with the numbers that decided.
-      notes: further sentences for the user.
-    """
-
-    values: dict[str, Any]
-    reason: str
-    notes: Sequence[str]
+    values: dict[str, Any]  # by key
+    reason: str  # why this mode, with the numbers that decided
+    notes: Sequence[str]  # further sentences for the user
 
     @property
     def bypass_mode(self) -> bool:

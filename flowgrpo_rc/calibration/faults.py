@@ -53,27 +53,19 @@ PLANTED = "  a  b\nc \n"
 
 
 class Trial(NamedTuple):
-    """A fault that was tried.
+    """A fault that was tried."""
 
-    Attributes:
-      cause: its family, a key of `causes.REMEDIES`.
-      fault: the fault in words.
-      residual: mean |difference| between a replay with it and the engine.
-    """
-
-    cause: str
-    fault: str
-    residual: float
+    cause: str  # a key of `causes.REMEDIES`
+    fault: str  # in words
+    residual: float  # mean |difference| between a replay with it and the engine
 
 
 class Lora(NamedTuple):
-    """The trainer's LoRA tensors: before any movement, before the last one, and as the engine was
-    given them last.
-    """
+    """The trainer's LoRA tensors."""
 
-    start: State
-    before: State
-    current: State
+    start: State  # before any movement
+    before: State  # before the last one
+    current: State  # as the engine was given them last
 
 
 class Replay:

@@ -55,21 +55,13 @@ class RecordedRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """Log-probs of the trainer minus those of a sampler, on the same recorded steps.
-
-    Attributes:
-      guidance: scale of the guidance.
-      precision: the sampler's precision.
-      engine: True if the sampler is the engine, False if it is a copy of the trainer's network.
-      timesteps: of the steps, [T].
-      differences: float64, [B, T].
-    """
+    """Log-probs of the trainer minus those of a sampler, on the same recorded steps."""
 
     guidance: float
-    precision: str
-    engine: bool
-    timesteps: Sequence[int]
-    differences: Tensor
+    precision: str  # the sampler's
+    engine: bool  # True for the engine, False for a copy of the trainer's network
+    timesteps: Sequence[int]  # [T]
+    differences: Tensor  # float64, [B, T]
 
     @property
     def name(self) -> str:

@@ -23,18 +23,11 @@ LEAST = {"mean": 0.01, "variance": 0.02, "kurtosis": 0.1}
 
 
 class NoiseReport(NamedTuple):
-    """What is said about the noise, a list of sentences each.
+    """What is said about the noise, a list of sentences each."""
 
-    Attributes:
-      wrong: noise that steps have in common, or else that is not the seeds', though the engine says
-        so.
-      moments: noise that is not standard normal, if the means and standard deviations are right.
-      notes: what is no fault.
-    """
-
-    wrong: Sequence[str]
-    moments: Sequence[str]
-    notes: Sequence[str]
+    wrong: Sequence[str]  # steps have noise in common, or not the seeds', though the engine says so
+    moments: Sequence[str]  # it is not standard normal, if means and standard deviations are right
+    notes: Sequence[str]  # what is no fault
 
 
 def check_noise(batch: DiffusionBatch, *, says_seeds: bool) -> NoiseReport:

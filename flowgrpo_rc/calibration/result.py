@@ -25,26 +25,16 @@ WIDTH = 110  # of the tables at least: a narrower one would cut its numbers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """The measurements, and the settings that follow from them.
+    """The measurements, and the settings that follow from them."""
 
-    Attributes:
-      subject: what was calibrated.
-      mismatches: of all samplers. The first is the engine's, at the configured guidance and over
-        all samples.
-      bound: the bound of the loss; None if it has none.
-      clipped: value of the bound -> share of steps outside it before any update.
-      diagnosis: what explains the mismatch.
-      settings: the chosen settings.
-      tails: shorter tails of a rollout; empty unless they were tried.
-    """
-
-    subject: dict[str, Any]
+    subject: dict[str, Any]  # what was calibrated
+    # The first is the engine's, at the configured guidance and over all samples.
     mismatches: Sequence[Mismatch]
     bound: Bound | None
-    clipped: dict[float, float]
+    clipped: dict[float, float]  # value of the bound -> share of steps outside it before any update
     diagnosis: Diagnosis
     settings: Settings
-    tails: Sequence[TailTrial] = ()
+    tails: Sequence[TailTrial] = ()  # empty unless they were tried
 
     def json(self) -> dict[str, Any]:
         """Returns the content of calibration.json."""

@@ -32,19 +32,12 @@ AGREEMENT = 0.95  # the least correlation of a tail that is recommended
 
 
 class TailTrial(NamedTuple):
-    """A tail, and what its samples are worth.
+    """A tail, and what its samples are worth."""
 
-    Attributes:
-      tail: one of `core.schedule.TAILS`.
-      tail_steps: evaluations behind the window.
-      evaluations: of a whole sample.
-      agreement: correlation of its advantages with those of the schedule's own tail; nan if one of
-        them has none.
-    """
-
-    tail: str
-    tail_steps: int
-    evaluations: int
+    tail: str  # one of `core.schedule.TAILS`
+    tail_steps: int  # evaluations behind the window
+    evaluations: int  # of a whole sample
+    # The correlation of its advantages with those of the schedule's own tail; nan for none.
     agreement: float
 
 

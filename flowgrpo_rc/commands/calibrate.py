@@ -119,23 +119,14 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool)
 
 
 class Rollouts(NamedTuple):
-    """What an engine sampled.
-
-    Attributes:
-      many: many samples at the configured guidance.
-      few: a few samples at the configured guidance.
-      other: a few samples at another guidance.
-      whitespace: a few samples of a prompt with whitespace planted in it.
-      read_back: from `check_engine`.
-      says_seeds: whether the engine says that it draws the noise of the seeds.
-    """
+    """What an engine sampled: many samples, and a few for the replays."""
 
     many: RecordedRollout
     few: RecordedRollout
-    other: RecordedRollout
-    whitespace: RecordedRollout
-    read_back: Sequence[tuple[str, str]]
-    says_seeds: bool
+    other: RecordedRollout  # at another guidance
+    whitespace: RecordedRollout  # of a prompt with whitespace planted in it
+    read_back: Sequence[tuple[str, str]]  # from `check_engine`
+    says_seeds: bool  # whether the engine says that it draws the noise of the seeds
 
 
 def sample_all(

@@ -44,6 +44,7 @@ JOB = (
     "reward.terms.ocr=null",
     "reward.terms.jpeg.weight=1.0",
 )
+_NEEDS_TORCHAO = 'needs torchao: pip install "flowgrpo-rc[quantization]"'
 _FLOOR = "actor/rollout_corr/logprob_abs_diff_mean"
 _LARGEST = "actor/rollout_corr/logprob_abs_diff_max"
 _OVER_EXPECTED = "actor/rollout_corr/mismatch_over_expected"
@@ -53,15 +54,9 @@ _FAULT = 2.0  # mismatch over what the precisions explain
 
 
 class Finding(NamedTuple):
-    """What a check has found.
+    """What a check has found, in words, and what to do about it."""
 
-    Attributes:
-      state: `ok`, `slow`, `broken` or `skipped`.
-      found: in words.
-      advice: what to do about it.
-    """
-
-    state: str
+    state: str  # ok, slow, broken or skipped
     found: str
     advice: str = ""
 
@@ -71,6 +66,8 @@ Check = Callable[[], Finding]
 
 def gpu_checks(device: torch.device) -> list[tuple[str, Check]]:
     """Returns the checks of a device by name, the quick ones first."""
+    no_compiler = "no compiler" if missing_for_compiling(device) else ""
+    no_torchao = "" if find_spec("torchao") else _NEEDS_TORCHAO
     return [
         ("GPU", partial(check_device, device)),
         ("memory", partial(check_memory, device)),
@@ -79,9 +76,9 @@ def gpu_checks(device: torch.device) -> list[tuple[str, Check]]:
         ("processes", partial(check_processes, device)),
         ("decoding", partial(check_decoding, device, 512 if device.type == "cuda" else 128)),
         ("fp32 rollout", check_fp32),
-        ("bf16 rollout", check_bf16),
-        ("int8 rollout", check_quantized),
-        ("compiled rollout", partial(check_compiled, device)),
+        ("bf16 rollout", check_rollout),
+        ("int8 rollout", partial(check_rollout, "rollout.quantization=int8", lacking=no_torchao)),
+        ("compiled rollout", partial(check_rollout, "rollout.compile=true", lacking=no_compiler)),
     ]
 
 
@@ -250,23 +247,11 @@ def check_fp32() -> Finding:
     return Finding("broken", found, "attach the file of --out to an issue")
 
 
-def check_bf16() -> Finding:
-    """Samples the bundled model in bf16."""
-    return _mismatch(_job("rollout.dtype=bf16"))
-
-
-def check_quantized() -> Finding:
-    """Samples the bundled model with weights of 8 bits."""
-    if find_spec("torchao") is None:
-        return Finding("skipped", 'needs torchao: pip install "flowgrpo-rc[quantization]"')
-    return _mismatch(_job("rollout.dtype=bf16", "rollout.quantization=int8"))
-
-
-def check_compiled(device: torch.device) -> Finding:
-    """Samples the bundled model with compiled blocks."""
-    if missing_for_compiling(device):
-        return Finding("skipped", "no compiler")
-    return _mismatch(_job("rollout.dtype=bf16", "rollout.compile=true"))
+def check_rollout(*overrides: str, lacking: str = "") -> Finding:
+    """Samples the bundled model in bf16 with some settings, unless a package or tool is lacking."""
+    if lacking:
+        return Finding("skipped", lacking)
+    return _mismatch(_job("rollout.dtype=bf16", *overrides))
 
 
 def _mismatch(row: Mapping[str, float]) -> Finding:

@@ -25,13 +25,7 @@ from flowgrpo_rc.rewards.manager import check_images, check_needs, requires_targ
 
 
 class Prompts(NamedTuple):
-    """The prompts of a run.
-
-    Attributes:
-      sampler: says which training prompts belong to which step.
-      held_out: the prompts of evaluation.
-      suites: what evaluations ask besides.
-    """
+    """The prompts of training and of evaluation, and what evaluations ask besides."""
 
     sampler: PromptSampler
     held_out: Sequence[Prompt]

@@ -45,21 +45,13 @@ logger = logging.getLogger(__name__)
 
 
 class RunInputs(NamedTuple):
-    """What a run starts from, read while it was checked.
-
-    Attributes:
-      sampler: says which training prompts belong to which step.
-      held_out: the prompts of evaluation.
-      suites: what evaluations ask besides; empty if nothing is trained.
-      read: what decides what is trained, by the setting that names it.
-      resumed: the checkpoint to go on from; None for a new run.
-    """
+    """What a run starts from, read while it was checked."""
 
     sampler: PromptSampler
     held_out: Sequence[Prompt]
-    suites: Sequence[Suite]
-    read: Mapping[str, Input]
-    resumed: Checkpoint | None
+    suites: Sequence[Suite]  # empty if nothing is trained
+    read: Mapping[str, Input]  # what decides what is trained, by the setting that names it
+    resumed: Checkpoint | None  # None for a new run
 
 
 def check_run(

@@ -28,30 +28,19 @@ _SELF = "_self_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigFile:
-    """A configuration file.
+    """A configuration file."""
 
-    Attributes:
-      name: `tiny_ocr`, or `experiment/NAME`.
-      tree: its keys and values in this project's naming, nested, without `defaults`.
-      defaults: what it builds on, in Hydra's grammar.
-      parents: the files among them, in order; None stands for the file itself.
-      given: key -> value, as a file of the user says it.
-      rows: what became of settings in the words of another system.
-      is_block: whether it builds on what it does not name. Its rollout correction is then a whole
-        one, in which the documents' defaults hold, not those of that file.
-      is_whole: whether it is a whole configuration of verl-omni.
-      is_changed: whether Hydra takes it from here, and not from the disk.
-    """
-
-    name: str
-    tree: Mapping[str, Any]
-    defaults: Sequence[Any]
-    parents: Sequence[ConfigFile | None]
-    given: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # `tiny_ocr`, or `experiment/NAME`
+    tree: Mapping[str, Any]  # in this project's naming, without `defaults`
+    defaults: Sequence[Any]  # what it builds on, in Hydra's grammar
+    parents: Sequence[ConfigFile | None]  # the files among them; None stands for the file itself
+    given: Mapping[str, Any] = field(default_factory=dict)  # keys as a file of the user says them
     rows: Sequence[Row] = field(default_factory=list)
+    # Whether it builds on what it does not name. Its rollout correction is then a whole one, in
+    # which the documents' defaults hold, not those of that file.
     is_block: bool = False
-    is_whole: bool = False
-    is_changed: bool = False
+    is_whole: bool = False  # whether it is a whole configuration of verl-omni
+    is_changed: bool = False  # whether Hydra takes it from here, and not from the disk
 
     def all_files(self) -> Iterator[ConfigFile]:
         """Yields this file and those that it builds on."""

@@ -30,17 +30,11 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What becomes of a setting.
+    """What becomes of a setting."""
 
-    Attributes:
-      settings: key and value here; empty without a counterpart.
-      why: what the user should know.
-      stops: whether the run must stop: there is no counterpart, and without the key something else
-        is trained.
-    """
-
-    settings: Mapping[str, Any] = {}
-    why: str = ""
+    settings: Mapping[str, Any] = {}  # key and value here; empty without a counterpart
+    why: str = ""  # what the user should know
+    # Whether there is no counterpart, and without the key something else would be trained.
     stops: bool = False
 
 

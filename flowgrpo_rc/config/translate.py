@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2.sandbox import SandboxedEnvironment
 
@@ -39,19 +38,12 @@ _SIZE = (
 _THEIR_LOGGERS = ("vemlp_wandb", "clearml", "file")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TranslatedOverrides:
-    """Overrides in this project's naming.
-
-    Attributes:
-      lines: the overrides.
-      values: key here -> value, of the settings that have been translated.
-      rows: one for each setting that had another name or value.
-    """
+class TranslatedOverrides(NamedTuple):
+    """Overrides in this project's naming."""
 
     lines: Sequence[str]
-    values: Mapping[str, Any]
-    rows: Sequence[Row]
+    values: Mapping[str, Any]  # of the settings that have been translated, by the key here
+    rows: Sequence[Row]  # one for each setting that had another name or value
 
 
 def is_whole_command(keys: Collection[str]) -> bool:

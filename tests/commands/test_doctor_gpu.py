@@ -34,7 +34,7 @@ def test_checks_without_a_run() -> None:
 
 
 def test_the_rollouts_of_the_bundled_model() -> None:
-    found = doctor_gpu.check_bf16()
+    found = doctor_gpu.check_rollout()
     assert found.state == "ok"
     assert "mean mismatch" in found.found
 
@@ -68,7 +68,7 @@ def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     found = doctor_gpu.check_compilers(CPU)
     assert (found.state, found.found) == ("broken", "missing: a C++ compiler (g++ or clang++)")
-    assert doctor_gpu.check_compiled(CPU).state == "skipped"
+    assert dict(doctor_gpu.gpu_checks(CPU))["compiled rollout"]().state == "skipped"
 
 
 def test_the_compiler_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
