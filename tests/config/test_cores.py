@@ -46,16 +46,12 @@ def test_other_numbers_of_processes_or_threads_are_left_to_the_system(
     assert bound == []
 
 
-def test_what_would_start_on_the_same_core_is_left_to_the_system(bound: list[set[int]]) -> None:
+def test_the_system_decides_about_engines_other_devices_and_other_launchers(
+    bound: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bind("rollout.workers=1")
     bind("rollout.name=vllm_omni")
     bind(device="cuda")
-    assert bound == []
-
-
-def test_another_launcher_decides_itself(
-    bound: list[set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(cores, "is_child", lambda: False)
     bind()
     assert bound == []

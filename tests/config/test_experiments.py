@@ -102,35 +102,37 @@ def test_the_reference_recipe() -> None:
     assert (config.algorithm.norm_by_std, config.algorithm.norm_by_global_std) == (True, True)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
-    published = experiment(name)
-    corrected = experiment(name, "+correction=recomputed")
-    found = corrected.algorithm.rollout_correction
-    assert (found.bypass_mode, found.rollout_is, found.rollout_rs) == (False, None, "token_k1")
-    assert found.rollout_rs_threshold == "auto:4"
-    assert corrected.actor == published.actor
+def has_bands_that_follow(config: Config, *, bypass_mode: bool) -> bool:
+    found = config.algorithm.rollout_correction
+    bands = (found.rollout_is, found.rollout_rs, found.rollout_rs_threshold)
+    return found.bypass_mode is bypass_mode and bands == (None, "token_k1", "auto:4")
+
+
+def is_default_of_images(config: Config) -> bool:
+    """Returns whether it is in bypass mode, centered, with bands and a clip that follow."""
+    config = settled(config, torch.device("cpu"))
+    clips = config.actor.diffusion_loss.clip_ratio == "auto:16" and config.keep_means()
+    is_centered = config.algorithm.rollout_correction.centered
+    return has_bands_that_follow(config, bypass_mode=True) and bool(is_centered) and clips
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_it_takes_centering(name: str) -> None:
+def test_it_takes_both_corrections(name: str) -> None:
     published = experiment(name)
     assert not published.algorithm.rollout_correction.centered
-    centered = settled(experiment(name, "+correction=centered"), torch.device("cpu"))
-    found = centered.algorithm.rollout_correction
-    assert (found.bypass_mode, found.centered, found.rollout_is) == (True, True, None)
-    assert (found.rollout_rs, found.rollout_rs_threshold) == ("token_k1", "auto:4")
-    assert centered.actor.diffusion_loss.clip_ratio == "auto:16"
-    assert centered.keep_means()
+    recomputed = experiment(name, "+correction=recomputed")
+    assert has_bands_that_follow(recomputed, bypass_mode=False)
+    assert recomputed.actor == published.actor
+    assert is_default_of_images(experiment(name, "+correction=centered"))
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, None])
-def test_the_default_of_images_is_centered_bypass_with_bands_that_follow(name: str | None):
-    config = settled(experiment(name) if name else config_of(), torch.device("cpu"))
-    found = config.algorithm.rollout_correction
-    assert (found.bypass_mode, found.centered, found.rollout_is) == (True, True, None)
-    assert (found.rollout_rs, found.rollout_rs_threshold) == ("token_k1", "auto:4")
-    assert config.actor.diffusion_loss.clip_ratio == "auto:16"
+@pytest.mark.parametrize("name", DEFAULT)
+def test_one_without_a_recipe_has_the_default_of_images(name: str) -> None:
+    assert is_default_of_images(experiment(name))
+
+
+def test_the_default_of_images() -> None:
+    assert is_default_of_images(config_of())
 
 
 def test_the_first_run_of_a_real_model_is_the_recipe_on_prompts_of_the_package() -> None:

@@ -18,9 +18,8 @@ OTHER = "actor.rollout_correction"
 
 
 def composed(*overrides: str, config_name: str = "tiny_ocr") -> RolloutCorrectionConfig:
-    return to_config(
-        compose_all(overrides, config_name=config_name).config
-    ).algorithm.rollout_correction
+    config = compose_all(overrides, config_name=config_name).config
+    return to_config(config).algorithm.rollout_correction
 
 
 def test_the_command_line_overrides_the_file_and_keeps_the_rest_of_it() -> None:
@@ -40,36 +39,26 @@ def test_a_preset_on_the_command_line_replaces_the_section_of_the_file(
 
 
 def test_keys_beside_a_preset_refine_it() -> None:
-    found = composed(
-        f"{SECTION}=geo_rs",
-        f"{SECTION}.rollout_token_veto_threshold=null",
-        f"{OTHER}.rollout_is=token",
-    )
-    assert vars(found) == vars(RolloutCorrectionConfig.geo_rs(veto_threshold=None)) | {
-        "rollout_is": "token"
-    }
+    refined = (f"{SECTION}.rollout_token_veto_threshold=null", f"{OTHER}.rollout_is=token")
+    expect = vars(RolloutCorrectionConfig.geo_rs(veto_threshold=None)) | {"rollout_is": "token"}
+    assert vars(composed(f"{SECTION}=geo_rs", *refined)) == expect
 
 
 def test_a_file_with_a_preset() -> None:
     file = {"preset": "seq_is_rs", "rollout_is_threshold": 3.0}
     assert rollout_correction([file, {}])[0] == RolloutCorrectionConfig.seq_is_rs(is_threshold=3.0)
-    changed, _ = rollout_correction(
-        [file, {"rollout_is_threshold": 4.0, "rollout_is_batch_normalize": True}]
-    )
-    expect = RolloutCorrectionConfig.seq_is_rs(is_threshold=4.0)
-    assert vars(changed) == vars(expect) | {"rollout_is_batch_normalize": True}
+    further = {"rollout_is_threshold": 4.0, "rollout_is_batch_normalize": True}
+    changed, _ = rollout_correction([file, further])
+    assert vars(changed) == vars(RolloutCorrectionConfig.seq_is_rs()) | further
     assert rollout_correction([file, {"preset": "pg_is"}])[0] == RolloutCorrectionConfig.pg_is()
 
 
 def test_a_later_layer_overrides_what_would_be_a_contradiction_in_one_layer() -> None:
     """The result is validated as a whole."""
-    assert not rollout_correction([{"use_rollout_logprobs": True}, {"bypass_mode": False}])[
-        0
-    ].bypass_mode
-    assert (
-        rollout_correction([{"use_tis": True}, {"use_rollout_correction": False}])[0].rollout_is
-        is None
-    )
+    mode, _ = rollout_correction([{"use_rollout_logprobs": True}, {"bypass_mode": False}])
+    assert not mode.bypass_mode
+    off, _ = rollout_correction([{"use_tis": True}, {"use_rollout_correction": False}])
+    assert off.rollout_is is None
     with pytest.raises(ValueError, match="loss_type=reinforce") as error:
         rollout_correction([{"preset": "pg_is"}, {"bypass_mode": False}])
     assert "bypass_mode" in str(error.value)
@@ -116,21 +105,14 @@ def test_the_mode_that_a_block_decides_is_told(capsys: pytest.CaptureFixture) ->
 def test_a_slime_configuration_file_and_keys_are_one_layer(tmp_path: Path) -> None:
     path = tmp_path / "mis.yaml"
     path.write_text("use_tis: true\nmis_mode: mask\nmis_lower_bound: 0.4\nmis_upper_bound: 3.0\n")
-    found = composed(
-        f"{SECTION}=disabled",
-        f"{SECTION}.custom_config_path={path}",
-        f"{SECTION}.mis_level=sequence",
-    )
-    expect = {
-        "rollout_is": "sequence",
-        "rollout_is_mode": "mask",
-        "rollout_is_threshold": "0.4_3.0",
-    }
-    assert vars(found) == vars(RolloutCorrectionConfig.disabled()) | expect
+    file = f"{SECTION}.custom_config_path={path}"
+    found = composed(f"{SECTION}=disabled", file, f"{SECTION}.mis_level=sequence")
+    assert (found.rollout_is, found.rollout_is_mode) == ("sequence", "mask")
+    assert found.rollout_is_threshold == "0.4_3.0"
     with pytest.raises(ValueError, match="contradict") as error:
-        composed(f"{SECTION}.custom_config_path={path}", f"{SECTION}.mis_upper_bound=2.0")
+        composed(file, f"{SECTION}.mis_upper_bound=2.0")
     assert f"{SECTION}.mis_upper_bound=2.0" in str(error.value)
-    assert f"{SECTION}.custom_config_path={path}" in str(error.value)
+    assert file in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["[use_tis]", "use_tis: [", "use_tiss: true"])
@@ -152,6 +134,9 @@ def test_a_translation_is_told() -> None:
     assert preset.startswith("preset=geo_rs -> centered=False, rollout_rs=seq_mean_k1, ")
 
 
+OFF = {"use_tis": False}
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
@@ -163,10 +148,7 @@ def test_a_translation_is_told() -> None:
         ([{"use_rs": True}, {"rs_upper_bound": 3.0}], {"rollout_rs_threshold": 3.0}),
         ([{"use_rs": True}, {"use_rs": False}], {"rollout_rs": None, "rollout_rs_threshold": None}),
         (
-            [
-                {"use_tis": True, "tis_batch_normalize": True, "tis_mode": "clip"},
-                {"use_tis": False},
-            ],
+            [{"use_tis": True, "tis_batch_normalize": True, "tis_mode": "clip"}, OFF],
             {"rollout_is": None, "rollout_is_batch_normalize": False, "rollout_is_mode": None},
         ),
         (
@@ -215,10 +197,8 @@ def test_values_of_the_wrong_type_name_their_key(layer: dict, key: str) -> None:
 
 
 def test_a_file_in_another_folder_may_be_a_preset_alone(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "defaults: [token_grpo, _self_]\nalgorithm: {rollout_correction: pg_is}\ntrainer: {seed: "
-        "7}\n"
-    )
+    text = "defaults: [token_grpo, _self_]\nalgorithm: {rollout_correction: pg_is}\n"
+    (tmp_path / "mine.yaml").write_text(f"{text}trainer: {{seed: 7}}\n")
     config = compose_config([], config_name="mine", config_dir=str(tmp_path))
     assert config.algorithm.rollout_correction.loss_type == "reinforce"
     assert config.trainer.seed == 7
@@ -243,17 +223,14 @@ def test_a_file_overrides_the_one_that_it_builds_on(
 ) -> None:
     text = f"defaults: [{parent}, _self_]\nalgorithm:\n  rollout_correction: {section}\n"
     (tmp_path / "mine.yaml").write_text(text)
-    found = to_config(
-        compose_config([], config_name="mine", config_dir=str(tmp_path))
-    ).algorithm.rollout_correction
+    config = to_config(compose_config([], config_name="mine", config_dir=str(tmp_path)))
+    found = config.algorithm.rollout_correction
     assert (found.rollout_is, found.bypass_mode, found.rollout_is_threshold) == expected
 
 
 def test_a_part_of_a_preset_can_be_switched_off() -> None:
-    assert (
-        composed(f"{SECTION}=geo_rs", f"{SECTION}.rollout_rs=null").rollout_token_veto_threshold
-        == 1e-4
-    )
+    rest = composed(f"{SECTION}=geo_rs", f"{SECTION}.rollout_rs=null")
+    assert rest.rollout_token_veto_threshold == 1e-4
     assert composed(f"{SECTION}=slime_mis", f"{SECTION}.rollout_is=null").rollout_is_mode is None
 
 
@@ -289,9 +266,8 @@ CONTRADICTIONS = [
 
 
 def layer_of(settings: str) -> dict[str, Any]:
-    return {
-        key: yaml.safe_load(text) for key, _, text in (w.partition("=") for w in settings.split())
-    }
+    pairs = (word.split("=") for word in settings.split())
+    return {key: yaml.safe_load(text) for key, text in pairs}
 
 
 @pytest.mark.parametrize("settings", CONTRADICTIONS)
