@@ -23,20 +23,10 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 
 
 def load_class(package: str, name: str, base: type) -> type:
-    """Loads a plug-in class by its name.
+    """Loads a plug-in class: of a module in the plug-in folder `package`, or by the full path of a
+    class.
 
-    Args:
-      package: the plug-in folder, such as `flowgrpo_rc.rewards`.
-      name: the name of a module in it, or the full path of a class. The ending `_engine` of a
-        module may be left out.
-      base: the class that every plug-in of this folder is derived from.
-
-    Returns:
-      The class.
-
-    Raises:
-      ValueError: there is no such plug-in (the message lists those that exist), the module does not
-        hold exactly one concrete subclass of `base`, or the path leads to no such class.
+    The ending `_engine` of a module may be left out. ValueError lists the plug-ins that exist.
     """
     if "." in name:
         return _class_at(name, base)

@@ -119,12 +119,6 @@ class Settings:
     reason: str  # why this mode, with the numbers that decided
     notes: Sequence[str]  # further sentences for the user
 
-    @property
-    def bypass_mode(self) -> bool:
-        """Whether the mode is bypass mode."""
-        mode: bool = self.values[f"{KEY}.bypass_mode"]
-        return mode
-
     def yaml(self, header: Sequence[str]) -> str:
         """Returns a file of the group `calibration`, for `--config-dir OUT +calibration=NAME`."""
         tree: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from flowgrpo_rc.calibration.choice import Bound, Settings
 from flowgrpo_rc.calibration.measure import Mismatch
 from flowgrpo_rc.calibration.tails import TailTrial
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.records.metrics_file import as_json
 
 GROUP = "calibration"
 WORDS = ("cause", "fault", "tail")  # columns of words; numbers stand on the right
@@ -46,9 +46,9 @@ class Calibration:
                     "guidance": found.guidance,
                     "precision": found.precision,
                     "sampler": "engine" if found.engine else "copy of the trainer's network",
-                    **{name: finite(value) for name, value in found.summary().items()},
+                    **{name: as_json(value) for name, value in found.summary().items()},
                     "by_timestep": dict(
-                        zip(found.timesteps, map(finite, found.by_timestep()), strict=True)
+                        zip(found.timesteps, map(as_json, found.by_timestep()), strict=True)
                     ),
                 }
                 for found in self.mismatches
@@ -59,16 +59,16 @@ class Calibration:
                 "cause": diagnosis.cause,
                 "verdict": diagnosis.sentence(),
                 "notes": list(diagnosis.notes),
-                "mismatch": finite(diagnosis.mismatch),
-                "floor": finite(diagnosis.copy_mismatch),
-                "as_recorded": finite(diagnosis.as_recorded),
+                "mismatch": as_json(diagnosis.mismatch),
+                "floor": as_json(diagnosis.copy_mismatch),
+                "as_recorded": as_json(diagnosis.as_recorded),
                 "trials": [
-                    trial._asdict() | {"residual": finite(trial.residual)}
+                    trial._asdict() | {"residual": as_json(trial.residual)}
                     for trial in diagnosis.trials
                 ],
             },
             "tails": [
-                trial._asdict() | {"agreement": finite(trial.agreement)} for trial in self.tails
+                trial._asdict() | {"agreement": as_json(trial.agreement)} for trial in self.tails
             ],
             "settings": self.settings.values,
             "reason": self.settings.reason,
@@ -228,8 +228,3 @@ def _table(title: str, *columns: str) -> Table:
 def number(value: float) -> str:
     """Returns a number as the tables show it."""
     return "0" if value == 0 else f"{value:.1e}"
-
-
-def finite(value: float) -> float | None:
-    """Returns None for what is not finite; JSON has no NaN."""
-    return value if math.isfinite(value) else None

@@ -242,7 +242,7 @@ def _checked_prompts(config: Config, num_prompts: int, mode: str) -> list[Prompt
         )
     if num_prompts < 1:
         raise ValueError(f"--prompts {num_prompts}: give at least 1")
-    prompts = check_run(config, device_of(config), trains=False).sampler.prompts
+    prompts = check_run(config, device_of(config), trains=False).prompts.sampler.prompts
     check_modes(config, mode)
     if num_prompts > len(prompts):
         raise ValueError(f"--prompts {num_prompts}: data.train_files has {len(prompts)}")

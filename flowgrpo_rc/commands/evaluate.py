@@ -36,11 +36,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _evaluate_held_out(config: Config) -> None:
     """Prints the held-out scores of the base model and of the run's exported LoRA."""
-    inputs = check_run(config, device_of(config), samples=False, trains=False)
+    prompts = check_run(config, device_of(config), samples=False, trains=False).prompts
     processes = make_processes(config)
     task = make_task(config, processes)
     rewards = RewardManager(config.reward)
-    evaluator = Evaluator(task.sample, inputs.held_out, config.rollout.val_kwargs, rewards)
+    evaluator = Evaluator(task.sample, prompts.held_out, config.rollout.val_kwargs, rewards)
 
     def scores() -> dict[str, float]:
         metrics = evaluator.run(processes).metrics

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo_rc.config.check_inputs import Prompts, inputs_of
+from flowgrpo_rc.config.check_inputs import inputs_of
 from flowgrpo_rc.config.checks import RunInputs
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes
@@ -70,7 +70,7 @@ def note_fetched(
     """Compares and writes down what of the model was fetched from the hub while it was loaded."""
     if Path(config.model.path).expanduser().is_dir():
         return  # read before
-    read = inputs_of(config, Prompts(inputs.sampler, inputs.held_out))
+    read = inputs_of(config, inputs.prompts)
     if inputs.resumed is not None:
         folder.check_same_inputs(read, accept=config.trainer.accept_changed_inputs)
     processes.wait()

@@ -14,7 +14,6 @@ from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.opening import check_one_folder, note_fetched, prepare_folder
 from flowgrpo_rc.config.check_folder import can_be_extended, command_from_lora
-from flowgrpo_rc.config.check_inputs import Prompts
 from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.cores import stay_on_own_core
@@ -53,8 +52,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         device = device_of(config)
         inputs = check_run(settled(config), device, num_processes=num_processes(config, device))
+        sampler, held_out, _ = inputs.prompts
         print(
-            f"ok: {len(inputs.sampler.prompts)} training prompts, {len(inputs.held_out)} held-out "
+            f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out "
             "prompts, nothing was loaded"
         )
         return EXIT_OK
@@ -158,7 +158,7 @@ def _run(
     observers: Sequence[Observer],
 ) -> str | None:
     folder = RunFolder(Path(config.trainer.output_dir))
-    resumed = inputs.resumed
+    prompts, _, resumed = inputs
     check_one_folder(processes, resumed)
     if resumed is not None and resumed.step >= config.trainer.total_training_steps:
         if processes.is_main:
@@ -171,7 +171,6 @@ def _run(
                 console.warning(warning)
         processes.wait()
         first_step = 0 if resumed is None else resumed.step + 1
-        prompts = Prompts(inputs.sampler, inputs.held_out, inputs.suites)
         log = make_log(
             config, folder, processes, first_step=first_step, console=console, observers=observers
         )

@@ -110,12 +110,8 @@ def engine_options(config: Config) -> dict[str, Any]:
     rollout = config.rollout
     options: dict[str, Any] = {"dtype": rollout.dtype, "chunk_size": chunk_size(config)}
     # Only an engine that offers these has options of these names.
-    if rollout.quantization:
-        options["quantization"] = rollout.quantization
-    if rollout.compile:
-        options["compile"] = rollout.compile
-    if rollout.merge_lora:
-        options["merge_lora"] = rollout.merge_lora
+    offered = {name: getattr(rollout, name) for name in ("quantization", "compile", "merge_lora")}
+    options |= {name: value for name, value in offered.items() if value}
     return options | rollout.engine_kwargs
 
 

@@ -23,7 +23,7 @@ from flowgrpo_rc.config.check_inputs import Prompts, check_inputs, inputs_of, su
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import PromptSampler, place_of
+from flowgrpo_rc.data.prompts import place_of
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.models.architecture import META, build_architecture
@@ -47,9 +47,7 @@ logger = logging.getLogger(__name__)
 class RunInputs(NamedTuple):
     """What a run starts from, read while it was checked."""
 
-    sampler: PromptSampler
-    held_out: Sequence[Prompt]
-    suites: Sequence[Suite]  # empty if nothing is trained
+    prompts: Prompts  # without suites if nothing is trained
     read: Mapping[str, Input]  # what decides what is trained, by the setting that names it
     resumed: Checkpoint | None  # None for a new run
 
@@ -94,7 +92,7 @@ def check_run(
     if trains and model is not None:
         check_networks(config, model, num_processes)
         check_output(config, num_trained(model))
-    return RunInputs(*prompts, read, resumed)
+    return RunInputs(prompts, read, resumed)
 
 
 def check_suites(config: Config) -> list[Suite]:

@@ -32,7 +32,7 @@ from flowgrpo_rc.config.config_files import (
     translated_name,
 )
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
-from flowgrpo_rc.config.rows import TRANSLATED, Row, check, resolved, rows_of_notes
+from flowgrpo_rc.config.rows import TRANSLATED, Row, check, resolved
 from flowgrpo_rc.config.setting import Setting
 from flowgrpo_rc.config.translate import is_whole_command, translate
 from flowgrpo_rc.config.translate_correction import rollout_correction
@@ -129,7 +129,9 @@ def compose_all(
     lines = [_free_form(each.line) for each in others]
     composed = _compose(file, lines, files.homes[file.name], folders)
     config, notes = _translated(composed, file, correction)
-    rows += [*translation.rows, *rows_of_notes(notes)]
+    # A note is such as `use_tis -> rollout_is=token`.
+    translated = [Row(TRANSLATED, *note.partition(" -> ")[::2]) for note in notes]
+    rows += [*translation.rows, *translated]
     if is_command:
         rows.append(Row(TRANSLATED, "(what is not given)", f"configs/{OTHER_CONFIG}.yaml"))
     return Composition(config, resolved(rows, config.compat.ignore))

@@ -28,11 +28,8 @@ def device_of(config: Config) -> torch.device:
     """Returns the kind of device that a run would use: the GPU, or the CPU if there is no CUDA or
     `trainer.device=cpu` asks for it.
 
-    Other accelerators are left alone: Apple's has no float64, which the metrics need.
-
-    Raises:
-      ValueError: `trainer.device=cuda`, and there is no CUDA; or `auto`, and the machine has an
-        NVIDIA driver that torch cannot use.
+    Other accelerators are left alone: Apple's has no float64, which the metrics need. A GPU that is
+    asked for, or whose driver torch cannot use, is an error.
     """
     has_cuda = torch.cuda.is_available()
     asked = config.trainer.device

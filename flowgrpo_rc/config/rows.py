@@ -27,11 +27,6 @@ class Row(NamedTuple):
     key: str = ""
 
 
-def rows_of_notes(notes: Iterable[str]) -> list[Row]:
-    """Returns notes such as `use_tis -> rollout_is=token` as rows."""
-    return [Row(TRANSLATED, *note.partition(" -> ")[::2]) for note in notes]
-
-
 def resolved(rows: Iterable[Row], ignore: Sequence[str]) -> list[Row]:
     """Marks the rows that `compat.ignore` names. It names keys without counterpart, or sections."""
     return [

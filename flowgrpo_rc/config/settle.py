@@ -19,21 +19,16 @@ from flowgrpo_rc.rollout.devices import AUTO, faster_dtype
 def settled(config: Config, device: torch.device | None = None) -> Config:
     """Returns the settings with a value where they leave one open.
 
-    * `rollout.dtype=auto` becomes the precision that samples faster on this machine.
+    * `rollout.dtype=auto` becomes the precision that samples faster on this machine, or on
+    `device`.
     * `rollout.merge_lora=null` becomes true where the LoRA can be merged at no loss.
     * `algorithm.rollout_correction.centered=null` becomes true for images whose rollout records its
-      means.
+    means.
     * `actor.diffusion_loss.clip_ratio=auto:k` becomes a number where the ratio has no mismatch that
-      it could follow.
+    it could follow.
 
     A run that goes on in `trainer.output_dir` keeps what it has, but for merged weights where they
     are sharded now.
-
-    `device` samples; None stands for that of this machine.
-
-    Raises:
-      ValueError: there is no such engine, or accelerate's configuration asks for something that the
-        trainer does not do.
     """
     config = config.with_fixed_clip()
     rollout, correction = config.rollout, config.algorithm.rollout_correction

@@ -56,13 +56,8 @@ def translate(
 ) -> TranslatedOverrides:
     """Translates settings. A key that neither system has stays, for the caller to refuse.
 
-    Args:
-      settings: the overrides as given.
-      beside: values of keys that are set elsewhere, which rules look at.
-      whole: whether what is not given is verl-omni's default.
-
-    Raises:
-      ValueError: two names of the other system set one key to different values.
+    Rules look at `beside`, too: values that are set elsewhere. What is not given of a `whole`
+    command is verl-omni's default.
     """
     # Of several settings of one key the last one counts, as with Hydra.
     last = {setting.key: setting for setting in settings}

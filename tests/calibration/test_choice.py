@@ -14,6 +14,7 @@ from flowgrpo_rc.calibration.choice import Settings, bound_of, check_modes, choo
 from flowgrpo_rc.calibration.measure import Mismatch
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
 from flowgrpo_rc.policies.base import Evaluation
@@ -32,6 +33,7 @@ def mismatch(*scales: float) -> Mismatch:
 
 
 KEY = "algorithm.rollout_correction"
+MODE = f"{KEY}.bypass_mode"
 CLIP = "actor.diffusion_loss.clip_ratio"
 THRESHOLD = "actor.diffusion_loss.kl_threshold"
 REINFORCE = [f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_mode=true"]
@@ -75,7 +77,7 @@ def test_mode_and_band_follow_the_rule(
     scales: tuple[float, ...], bypass: bool, clip: float
 ) -> None:
     found = settings(mismatch(*scales))
-    assert (found.bypass_mode, found.values[CLIP]) == (bypass, pytest.approx(clip, rel=1e-6))
+    assert (found.values[MODE], found.values[CLIP]) == (bypass, pytest.approx(clip, rel=1e-6))
     assert found.reason.startswith("Bypass mode" if bypass else "Decoupled mode")
     # A centered log-ratio needs no small mismatch.
     assert any("centered=true" in note for note in found.notes) is not bypass
@@ -97,7 +99,7 @@ def test_a_mode_can_be_asked_for_and_a_fault_widens_no_band(
 ) -> None:
     found = settings(mismatch(scale), mode=mode, doubt=doubt)
     clip = up(1.25 * Z99 * scale) if bypass else 1e-4
-    assert (found.bypass_mode, found.values[CLIP]) == (bypass, pytest.approx(clip))
+    assert (found.values[MODE], found.values[CLIP]) == (bypass, pytest.approx(clip))
     assert words in found.reason
 
 
@@ -114,14 +116,14 @@ def test_an_unexplained_mismatch_is_not_treated_as_noise(cause: str | None, heal
         healthy=healthy,
     )
     chosen = settings(mismatch(1e-4), doubt=diagnosis.doubt)
-    assert chosen.bypass_mode is healthy
+    assert chosen.values[MODE] is healthy
     assert healthy is (diagnosis.doubt is None)
     assert healthy or diagnosis.doubt in chosen.reason
 
 
 def test_peers_log_probs_have_their_own_band() -> None:
     assert settings(mismatch(1e-9), *PEERS).values[CLIP] == 1e-5
-    assert settings(mismatch(1e-4), *PEERS).bypass_mode is False
+    assert settings(mismatch(1e-4), *PEERS).values[MODE] is False
 
 
 def test_guard_is_in_bypass_mode_with_a_clip_on_its_own_ratio() -> None:
@@ -129,12 +131,12 @@ def test_guard_is_in_bypass_mode_with_a_clip_on_its_own_ratio() -> None:
     guard = loss_mode("grpo_guard")
     for scale in (1e-4, 1e-2):
         found = settings(mismatch(scale, scale), guard)
-        assert found.bypass_mode
+        assert found.values[MODE]
         assert found.values[CLIP] == pytest.approx(up(1.25 * STD * Z99 * scale), rel=1e-6)
-        assert settings(mismatch(scale), guard, doubt="it is off").bypass_mode is False
+        assert settings(mismatch(scale), guard, doubt="it is off").values[MODE] is False
     assert settings(mismatch(1e-9, 1e-9), guard).values[CLIP] == 2e-6
     recomputed = settings(mismatch(1e-4), guard, mode="decoupled")
-    assert (recomputed.bypass_mode, recomputed.values[CLIP]) == (False, 2e-6)
+    assert (recomputed.values[MODE], recomputed.values[CLIP]) == (False, 2e-6)
     assert "docs/evidence.md" in recomputed.notes[0]
 
 
@@ -143,13 +145,13 @@ def test_centered_is_in_bypass_mode_with_a_clip_on_the_centered_log_ratio() -> N
     centered = f"{KEY}.centered=true"
     for mode, std in (("flow_grpo", 1.0), ("grpo_guard", STD)):
         found = settings(mismatch(1e-2, 1e-2), centered, loss_mode(mode))
-        assert found.bypass_mode
+        assert found.values[MODE]
         assert found.values[f"{KEY}.centered"] is True
         # The median is the KL, far below the deviation.
         assert found.values[CLIP] == pytest.approx(up(1.25 * std * Z99 * 1e-2), rel=1e-2)
         assert found.notes == []
     doubted = settings(mismatch(1e-2), centered, doubt="the guidance is wrong")
-    assert not doubted.bypass_mode
+    assert not doubted.values[MODE]
     assert doubted.values[f"{KEY}.centered"] is True
 
 
@@ -168,14 +170,18 @@ def test_a_clip_that_follows_the_mismatch_gives_way_to_a_number() -> None:
 def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
     overrides = (loss_mode("flow_dppo"), "actor.diffusion_loss.clip_ratio=1e-4")
     found = settings(mismatch(1e-4), *overrides)
-    assert (found.bypass_mode, found.values[THRESHOLD], CLIP in found.values) == (True, 1e-5, False)
+    assert (found.values[MODE], found.values[THRESHOLD], CLIP in found.values) == (
+        True,
+        1e-5,
+        False,
+    )
     config = config_of(*overrides)
     differences = mismatch(1e-4).differences
     for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
         gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
         bound = bound_of(config, differences, Evaluation(differences, gaussian, None))
         chosen = choose(config, bound, mode="auto", doubt=None)
-        assert (chosen.bypass_mode, chosen.values[THRESHOLD]) == (
+        assert (chosen.values[MODE], chosen.values[THRESHOLD]) == (
             bypass,
             pytest.approx(threshold, rel=0.03),
         )
@@ -207,7 +213,7 @@ def own(cls: type) -> tuple[str, str]:
 def test_without_a_bound_only_mode_and_bands_are_set() -> None:
     for mode, doubt in (("auto", None), ("bypass", "it is off"), ("decoupled", None)):
         found = settings(mismatch(1e-4), *own(Unbounded), mode=mode, doubt=doubt)
-        assert found.bypass_mode is (mode == "bypass")
+        assert found.values[MODE] is (mode == "bypass")
         assert not any(key.startswith("actor.diffusion_loss") for key in found.values)
         assert found.values[f"{KEY}.rollout_rs_threshold"] == "auto:4"
         assert any("it is off" in note for note in found.notes) is (doubt is not None)
@@ -219,16 +225,13 @@ def test_the_bound_may_be_an_option_of_the_loss_itself(tmp_path: Path) -> None:
     width = pytest.approx(up(1.25 * Z99 * 1e-4))
     assert found.values["actor.diffusion_loss.width"] == width
     assert found.applied(config_of(*own(Wide))).actor.diffusion_loss.options == {"width": width}
-    (tmp_path / "calibration").mkdir()
-    (tmp_path / "calibration" / "wide.yaml").write_text(found.yaml([]))
-    composed = compose_config([*own(Wide), "+calibration=wide"], config_dir=str(tmp_path))
-    assert to_config(composed) == found.applied(config_of(*own(Wide)))
+    assert composed_with(found, tmp_path, *own(Wide)) == found.applied(config_of(*own(Wide)))
 
 
 def test_reinforce_has_its_mode_and_no_clip() -> None:
     for doubt in (None, "it is off"):
         found = settings(mismatch(1e-2), *REINFORCE, doubt=doubt)
-        assert (found.bypass_mode, CLIP in found.values) == (True, False)
+        assert (found.values[MODE], CLIP in found.values) == (True, False)
         check_settings(found.applied(config_of(*REINFORCE)))
     with pytest.raises(ValueError, match="--mode decoupled"):
         check_modes(config_of(*REINFORCE), "decoupled")
@@ -240,24 +243,21 @@ WEIGHTS = f"{KEY}.rollout_is=token"
 
 
 @pytest.mark.parametrize(
-    ("given", "mode", "key", "value"),
+    ("first", "setting", "value"),
     [
-        ([DECOUPLED, "actor.old_log_probs=recompute"], "bypass", "actor.old_log_probs", "auto"),
-        ([DECOUPLED, f"{KEY}.exclude_rejected=true"], "bypass", f"{KEY}.exclude_rejected", None),
-        (
-            [DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_batch_normalize=true"],
-            *("bypass", f"{KEY}.rollout_is_batch_normalize", False),
-        ),
-        (
-            [DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_mode=mask"],
-            *("bypass", f"{KEY}.rollout_is_mode", None),
-        ),
-        ([BYPASS, f"{KEY}.bypass_level=window"], "decoupled", f"{KEY}.bypass_level", "step"),
+        (DECOUPLED, "actor.old_log_probs=recompute", "auto"),
+        (DECOUPLED, f"{KEY}.exclude_rejected=true", None),
+        (f"{DECOUPLED} {WEIGHTS}", f"{KEY}.rollout_is_batch_normalize=true", False),
+        (f"{DECOUPLED} {WEIGHTS}", f"{KEY}.rollout_is_mode=mask", None),
+        (BYPASS, f"{KEY}.bypass_level=window", "step"),
     ],
 )
 def test_settings_that_the_chosen_mode_refuses_are_changed(
-    given: list[str], mode: str, key: str, value: object
+    first: str, setting: str, value: object
 ) -> None:
+    given = [*first.split(), setting]
+    key = setting.partition("=")[0]
+    mode, other = ("decoupled", "bypass") if first == BYPASS else ("bypass", "decoupled")
     config = config_of(*given)
     check_modes(config, "auto")
     found = settings(mismatch(1e-4), *given, mode=mode)
@@ -265,17 +265,21 @@ def test_settings_that_the_chosen_mode_refuses_are_changed(
     assert found.values[key] == value
     assert any(note.startswith(f"{key}=") and mode in note for note in found.notes)
     check_settings(found.applied(config))
-    other = "decoupled" if mode == "bypass" else "bypass"
     # The configuration is in the other mode already.
     assert key not in settings(mismatch(1e-4), *given, mode=other).values
 
 
+def composed_with(found: Settings, folder: Path, *overrides: str) -> Config:
+    """Composes with the file that a calibration writes."""
+    (folder / "calibration").mkdir()
+    (folder / "calibration" / "measured.yaml").write_text(found.yaml(["A header."]))
+    given = [*overrides, "+calibration=measured"]
+    return to_config(compose_config(given, config_dir=str(folder)))
+
+
 def test_the_file_says_what_is_applied(tmp_path: Path) -> None:
     found = settings(mismatch(1e-4), DECOUPLED, f"{KEY}.exclude_rejected=true", mode="bypass")
-    (tmp_path / "calibration").mkdir()
-    (tmp_path / "calibration" / "measured.yaml").write_text(found.yaml(["A header."]))
-    composed = to_config(compose_config(["+calibration=measured"], config_dir=str(tmp_path)))
-    assert composed == found.applied(config_of())
+    assert composed_with(found, tmp_path) == found.applied(config_of())
 
 
 @pytest.mark.parametrize(

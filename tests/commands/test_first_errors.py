@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import constants
 from support.launching import ROOT
 
@@ -153,12 +152,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 # What this machine lacks
 # --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--dry-run", "trainer.device=cuda"]) == 2
-    assert "trainer.device=cuda" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

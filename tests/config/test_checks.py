@@ -20,7 +20,6 @@ RC = "algorithm.rollout_correction"
         ("actor_rollout_ref.actor=2", ["actor=2", "a section of keys"]),
         ("rollout.algo=sde", ["rollout.algo='sde'", "a section of keys"]),
         ("reward.terms=3", ["reward.terms=3", "a section of keys"]),
-        ("actor.optim.lrr=1", ["actor.optim.lrr", "did you mean actor.optim.lr?"]),
         ("actor.optim.lr=inf", ["actor.optim.lr=inf"]),
         ("actor.train_n=0", ["actor.train_n=0", "at least 1"]),
         ("rollout.algo.sde_window_range=[3]", ["sde_window_range=[3]", "two step indices"]),

@@ -23,45 +23,44 @@ def composed(folder: Path, text: str, *overrides: str, name: str = "mine") -> Co
     ("block", "expected"),
     [
         (
-            "    rollout_is: token\n    rollout_is_threshold: 2.0\n    rollout_rs: null\n"
-            "    bypass_old_logprob_for_rollout: false\n    use_pure_rollout_correction: false\n",
+            "rollout_is: token, rollout_rs: null, bypass_old_logprob_for_rollout: false",
             {"bypass_mode": False, "rollout_is": "token", "rollout_rs": None},
         ),
         (
-            "    rollout_is: sequence\n    rollout_rs: token\n    rollout_rs_threshold: 2.0\n"
-            "    rollout_rs_threshold_lower: 0.5\n    rollout_token_veto_threshold: 1e-4\n",
+            "rollout_rs: token, rollout_rs_threshold: 2.0, rollout_token_veto_threshold: 1e-4",
             {"bypass_mode": False, "rollout_rs": "token", "rollout_token_veto_threshold": 1e-4},
         ),
         (
-            "    rollout_is: token\n    bypass_old_logprob_for_rollout: true\n"
-            "    use_pure_rollout_correction: true\n",
-            {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"},
+            "bypass_old_logprob_for_rollout: true, use_pure_rollout_correction: true",
+            {"bypass_mode": True, "loss_type": "reinforce"},
         ),
         # What a block leaves out is the documents' default, not the bundled job's.
         (
-            "    rollout_rs: geometric\n    rollout_rs_threshold: 1.001\n",
+            "rollout_rs: geometric, rollout_rs_threshold: 1.001",
             {"bypass_mode": False, "rollout_is": None, "rollout_rs": "geometric"},
         ),
         (
-            "    rollout_token_veto_threshold: 1e-3\n",
+            "rollout_token_veto_threshold: 1e-3",
             {"bypass_mode": False, "rollout_rs": None, "rollout_token_veto_threshold": 1e-3},
         ),
         (
-            "    rollout_is: token\n    bypass_mode: true\n",
+            "rollout_is: token, bypass_mode: true",
             {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": "token"},
         ),
     ],
 )
-@pytest.mark.parametrize("place", ["algorithm", "actor_rollout_ref.actor"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"algorithm: {{rollout_correction: {{BLOCK}}}}\n{REQUIRED}",
+        f"{REQUIRED}  actor: {{rollout_correction: {{BLOCK}}}}\n",
+    ],
+    ids=["algorithm", "actor"],
+)
 def test_a_block_alone_builds_on_the_bundled_job(
-    tmp_path: Path, block: str, expected: dict, place: str
+    tmp_path: Path, text: str, block: str, expected: dict
 ) -> None:
-    if place == "algorithm":
-        text = f"{SECTION}{block}{REQUIRED}"
-    else:
-        inner = "".join(f"  {line}\n" for line in block.splitlines())
-        text = f"{REQUIRED}  actor:\n    rollout_correction:\n{inner}"
-    found = composed(tmp_path, text)
+    found = composed(tmp_path, text.replace("BLOCK", block))
     found.check()
     config = to_config(found.config)
     correction = config.algorithm.rollout_correction

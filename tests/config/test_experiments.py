@@ -148,27 +148,19 @@ def test_it_takes_a_calibration_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "calibration").mkdir()
     settings = "# @package _global_\nactor: {diffusion_loss: {clip_ratio: 7.0e-4}}\n"
     (tmp_path / "calibration" / "measured.yaml").write_text(settings)
-    config = to_config(
-        compose_config(
-            [f"+experiment={NAMES[0]}", "+calibration=measured"], config_dir=str(tmp_path)
-        )
-    )
+    given = [f"+experiment={NAMES[0]}", "+calibration=measured"]
+    config = to_config(compose_config(given, config_dir=str(tmp_path)))
     assert config.actor.diffusion_loss.clip_ratio == 7e-4
     assert config.model.path == experiment(NAMES[0]).model.path
 
 
 def changes(name: str, base: str) -> dict[str, object]:
     """Returns what differs between two experiments."""
-
-    def flat(name: str) -> dict[str, object]:
-        return values_of(OmegaConf.to_container(composed(f"+experiment={name}"), resolve=True))
-
-    there = flat(base)
-    here = flat(name)
-    named = ("trainer.output_dir", "trainer.experiment_name")
-    return {
-        key: value for key, value in here.items() if there.get(key) != value and key not in named
-    }
+    trees = (composed(f"+experiment={each}") for each in (base, name))
+    there, here = (values_of(OmegaConf.to_container(tree, resolve=True)) for tree in trees)
+    other = {key: value for key, value in here.items() if there.get(key) != value}
+    del other["trainer.output_dir"], other["trainer.experiment_name"]
+    return other
 
 
 def test_one_card_and_the_fast_variant_change_only_what_they_name() -> None:
@@ -328,9 +320,8 @@ def test_qwen_image_is_the_command_of_verl_omni() -> None:
 def test_overrides_come_on_top_and_both_spellings_agree(capsys: pytest.CaptureFixture) -> None:
     name = "sd35_medium_ocr_1xh100"
     assert experiment(name, "actor.optim.lr=1e-5").actor.optim.lr == 1e-5
-    assert compose_config([f"+experiment={name}"]) == compose_config(
-        [], config_name=f"experiment/{name}"
-    )
+    by_file = compose_config([], config_name=f"experiment/{name}")
+    assert compose_config([f"+experiment={name}"]) == by_file
     bypass = "algorithm.rollout_correction.rollout_rs=seq_mean_k1"
     band = 'algorithm.rollout_correction.rollout_rs_threshold="0.9_1.1"'
     corrected = experiment(name, bypass, band).algorithm.rollout_correction
@@ -340,25 +331,14 @@ def test_overrides_come_on_top_and_both_spellings_agree(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["+experiment=sd36"], ["+experiment=sd36", "sd35_medium_ocr_8xh100"]),
-        (
-            ["--config-name", "tiny_ocr", f"+experiment={NAMES[0]}"],
-            ["--config-name tiny_ocr", NAMES[0], "one of them"],
-        ),
-        (
-            [f"+experiment={NAMES[0]}", f"+experiment={NAMES[1]}"],
-            [NAMES[0], NAMES[1], "one of them"],
-        ),
-    ],
+    "other",
+    [["--config-name", "tiny_ocr"], [f"+experiment={NAMES[1]}"]],
+    ids=["file", "experiment"],
 )
-def test_one_whole_configuration_at_a_time(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    assert main(["train", "--cfg", "job", *arguments]) == 2
+def test_one_whole_configuration_at_a_time(other: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "--cfg", "job", *other, f"+experiment={NAMES[0]}"]) == 2
     error = capsys.readouterr().err
-    assert all(word in error for word in words)
+    assert all(word in error for word in (" ".join(other), NAMES[0], "one of them"))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "signs" not in name])
