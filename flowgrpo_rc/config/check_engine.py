@@ -55,25 +55,21 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     needs_means = config.data.replay_dir is None and config.keep_means()
     aligned = config.actor.replay == "aligned"
     refuse(
-        (
-            engine.kind != kind,
-            f"{name} samples from models of model.kind={engine.kind}, not model.kind={kind}",
-        ),
+        (engine.kind != kind, f"{name} samples from model.kind={engine.kind}, not {kind}"),
         (
             rollout.quantization not in (None, *engine.quantizations),
             f"rollout.quantization={rollout.quantization!r}: {name} offers {offered}",
         ),
         (rollout.compile and not engine.compiles, f"rollout.compile=true {useless}"),
-        (bool(rollout.merge_lora) and not engine.merges_lora, f"rollout.merge_lora=true {useless}"),
+        (rollout.merge_lora and not engine.merges_lora, f"rollout.merge_lora=true {useless}"),
         (
-            bool(rollout.merge_lora) and rollout.quantization is not None,
-            f"rollout.quantization={rollout.quantization}: rollout.merge_lora=true cannot add a "
-            "LoRA to quantized weights; drop one of them",
+            rollout.merge_lora and rollout.quantization,
+            "rollout.merge_lora=true cannot add a LoRA to the weights of rollout.quantization="
+            f"{rollout.quantization}: drop one of them",
         ),
         (
             config.trainer.tf32 and rollout.dtype == "fp32" and not engine.copies_network,
-            f"trainer.tf32=true does not reach the process of {name}: set rollout.dtype=bf16, or "
-            "drop it",
+            f"trainer.tf32=true does not reach {name}: set rollout.dtype=bf16, or drop it",
         ),
         (
             needs_means and not engine.records_means,
@@ -81,7 +77,7 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             f"{' and '.join(config.compares_means())} reads: use another engine, or do without",
         ),
         (
-            bool(images) and not engine.takes_images,
+            images and not engine.takes_images,
             f"rollout.pipeline.condition_images={images}: {name} samples from texts alone; set "
             "rollout.name=diffusers",
         ),

@@ -65,7 +65,7 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     _check_average(config)
 
 
-def refuse(*cases: tuple[bool, str], about: str = "", end: str = "") -> None:
+def refuse(*cases: tuple[object, str], about: str = "", end: str = "") -> None:
     """Raises ValueError with the first reason that holds, of (holds, reason)."""
     for holds, reason in cases:
         if holds:
@@ -289,7 +289,7 @@ def _check_correction_of_text(correction: RolloutCorrectionConfig) -> None:
     refuse(
         (level != "step", f"bypass_level={level} has no effect: whole responses are corrected"),
         (
-            bool(correction.centered),
+            correction.centered,
             "centered=true compares the means of Gaussian steps, and tokens are none",
         ),
         (scale != "mean", f"log_prob_scale={scale} has no effect: a token's log-prob is no mean"),
@@ -299,7 +299,7 @@ def _check_correction_of_text(correction: RolloutCorrectionConfig) -> None:
             "the same KL",
         ),
         (
-            bool(rules.auto),
+            rules.auto,
             "rollout_rs_threshold=auto:k follows the mismatch of a denoising step; give a number",
         ),
         about=f"{KEY}.",
