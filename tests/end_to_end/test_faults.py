@@ -14,34 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from support.faulty_engines import (
-    Bf16Latents,
-    Bf16Timestep,
-    Collapsed,
-    Guidance,
-    HalfLora,
-    HiddenPlainWeights,
-    LoudNoise,
-    NeighboursNoise,
-    NoGuidance,
-    NoiseOfChunks,
-    NoLora,
-    NoNegative,
-    NoShift,
-    NotTheSeeds,
-    OneLine,
-    OtherKernels,
-    OwnNoise,
-    PlainWeights,
-    Recorded,
-    SameNoise,
-    SharedNoise,
-    Shift,
-    StaleWeights,
-    Stripped,
-    TellsCollapsed,
-    UnboundLora,
-)
+from support import faulty_engines as faulty
 from support.kernels import needs_int8_kernels
 from support.torchao import needs_torchao
 from torch import Tensor
@@ -64,82 +37,80 @@ from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.image import ImageTask
 
 SETTINGS = [
-    *(
-        "data.train_batch_size=3",
-        "rollout.n=4",
-        "rollout.micro_batch_size_per_gpu=12",
-        "reward.terms.ocr=null",
-    ),
-    *(
-        "actor.ppo_mini_batch_size=3",
-        "actor.ppo_micro_batch_size_per_gpu=12",
-        "reward.terms.jpeg.weight=1",
-    ),
-    *("rollout.pipeline.guidance_scale=4.5", "trainer.device=cpu"),
+    "data.train_batch_size=3",
+    "rollout.n=4",
+    "rollout.micro_batch_size_per_gpu=12",
+    "rollout.pipeline.guidance_scale=4.5",
+    "actor.ppo_mini_batch_size=3",
+    "actor.ppo_micro_batch_size_per_gpu=12",
+    "reward.terms.ocr=null",
+    "reward.terms.jpeg.weight=1",
+    "trainer.device=cpu",
 ]
-ALARM = "differ by more than their precisions explain"
+FP32 = "rollout.dtype=fp32"
+BF16 = "rollout.dtype=bf16"
 
 
-class SilentStale(StaleWeights):
-    """Holds stale weights that the trainer does not see, as in a process of its own."""
+class Silent(DiffusersEngine):
+    """Does not show the trainer its weights, as an engine in a process of its own."""
 
     def held_weights(self) -> None:  # type: ignore[override]
         return None
 
 
-class SilentNoLora(NoLora):
-    def held_weights(self) -> None:  # type: ignore[override]
-        return None
+class SilentStale(Silent, faulty.StaleWeights):
+    """Holds stale weights."""
 
 
-class SilentUnboundLora(UnboundLora):
-    def held_weights(self) -> None:  # type: ignore[override]
-        return None
+class SilentNoLora(Silent, faulty.NoLora):
+    """Holds no LoRA."""
 
 
-class SilentHalfLora(HalfLora):
-    def held_weights(self) -> None:  # type: ignore[override]
-        return None
+class SilentUnboundLora(Silent, faulty.UnboundLora):
+    """Binds no LoRA."""
 
 
-class ThreeFloors(Recorded):
+class SilentHalfLora(Silent, faulty.HalfLora):
+    """Binds half of the LoRA."""
+
+
+class ThreeFloors(faulty.Recorded):
     """A fault of any kind, 3.2 times as large as `floor`, the mismatch of a bf16 rollout."""
 
     floor = 0.0
 
     def record(self, batch: DiffusionBatch) -> DiffusionBatch:
-        drawn = torch.randn(
-            batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(0)
-        )
+        source = torch.Generator().manual_seed(0)
+        drawn = torch.randn(batch.rollout_log_probs.shape, generator=source)
         size = 3.2 * self.floor * drawn / drawn.abs().mean()
         return batch.replace(rollout_log_probs=batch.rollout_log_probs + size)
 
 
-class MuchGuidance(Guidance):
+class MuchGuidance(faulty.Guidance):
     """Samples with a third more guidance."""
 
     def changed(self, request: ImageRequest) -> ImageRequest:
         return replace(request, spec=replace(request.spec, guidance_scale=6.0))
 
 
-class TellsGuidance(Guidance):
+class TellsGuidance(faulty.Guidance):
     """Its batches tell the guidance that it used."""
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         return DiffusersEngine.generate(self, self.changed(request))
 
 
-class TellsShift(Shift):
+class TellsShift(faulty.Shift):
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         return DiffusersEngine.generate(self, request)
 
 
 FAULTS = (
-    Bf16Latents,
-    Bf16Timestep,
-    Guidance,
-    NoGuidance,
-    Shift,
+    faulty.Bf16Latents,
+    faulty.Bf16Timestep,
+    faulty.Guidance,
+    faulty.NoGuidance,
+    faulty.Shift,
     SilentHalfLora,
     SilentNoLora,
     SilentStale,
@@ -223,6 +194,11 @@ class Seen:
     alarms: list[str]
     rollout: dict[str, float]
 
+    @property
+    def noticed(self) -> bool:
+        """Returns whether an alarm says that the mismatch is too large."""
+        return any("differ by more than their precisions explain" in text for text in self.alarms)
+
 
 def iterate(bench: Bench, *further: str) -> Seen:
     config = configure(*bench.settings, *further)
@@ -253,42 +229,36 @@ def measured(
 
 @pytest.fixture(scope="module")
 def floor_of_bf16(bench: Bench) -> float:
-    return iterate(bench, "rollout.dtype=bf16").size
+    return iterate(bench, BF16).size
 
 
-CLEAN = {
-    "fp32": ["rollout.dtype=fp32"],
-    "other_shape": ["rollout.dtype=fp32", "rollout.micro_batch_size_per_gpu=4"],
-    "fp16": ["rollout.dtype=fp16"],
-    "bf16": ["rollout.dtype=bf16"],
-    "int8_dynamic": ["rollout.dtype=fp32", "rollout.quantization=int8_dynamic"],
-    "no_guidance": ["rollout.dtype=bf16", "rollout.pipeline.guidance_scale=1.0"],
-    "cps": [
-        "rollout.dtype=bf16",
-        "rollout.algo.sde_type=cps",
-        "rollout.algo.log_prob_convention=peers",
-    ],
-}
+INT8 = "rollout.quantization=int8_dynamic"
+PEERS = "rollout.algo.log_prob_convention=peers"
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "pair",
+    ("settings", "most"),
     [
-        pytest.param(pair, marks=needs_int8_kernels) if pair == "int8_dynamic" else pair
-        for pair in CLEAN
+        ([FP32], 0.5),
+        ([FP32, "rollout.micro_batch_size_per_gpu=4"], 0.5),
+        (["rollout.dtype=fp16"], 1.8),
+        ([BF16], 1.8),
+        pytest.param([FP32, INT8], 1.8, marks=needs_int8_kernels),
+        ([BF16, "rollout.pipeline.guidance_scale=1.0"], 1.8),
+        ([BF16, "rollout.algo.sde_type=cps", PEERS], 1.8),
     ],
 )
-def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
-    seen = iterate(bench, *CLEAN[pair])
+def test_a_clean_engine_raises_no_alarm(bench: Bench, settings: list[str], most: float) -> None:
+    seen = iterate(bench, *settings)
     assert seen.alarms == []
-    assert seen.over < (0.5 if pair in ("fp32", "other_shape") else 1.8)
+    assert seen.over < most
 
 
 @pytest.mark.kernels
 def test_clean_iterations_raise_no_alarm(bench: Bench) -> None:
     """`benchmarks/benchmark_monitor.py` takes fifty of them, and updates the weights."""
-    config = configure("rollout.dtype=bf16")
+    config = configure(BF16)
     health = make_health(config)
     with bench.assembled(config) as (task, monitor, source):
         for step in range(1, 6):
@@ -301,14 +271,11 @@ def test_every_fault_of_an_fp32_pair_is_noticed(
     bench: Bench, floor_of_bf16: float, cls: type[DiffusersEngine]
 ) -> None:
     """With a bf16 rollout, every fault above three times its mismatch is noticed as well."""
-    seen = iterate(bench, "rollout.dtype=fp32", engine(cls))
-    assert any(ALARM in alarm and "flowgrpo-rc calibrate" in alarm for alarm in seen.alarms)
+    seen = iterate(bench, FP32, engine(cls))
+    assert seen.noticed
     large = seen.size > 3 * floor_of_bf16
-    assert large or cls not in (Shift, SilentNoLora)
-    if large:
-        assert any(
-            ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(cls)).alarms
-        )
+    assert large or cls not in (faulty.Shift, SilentNoLora)
+    assert not large or iterate(bench, BF16, engine(cls)).noticed
 
 
 @pytest.mark.kernels
@@ -316,25 +283,21 @@ def test_three_floors_are_noticed_in_a_bf16_pair(
     bench: Bench, floor_of_bf16: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ThreeFloors, "floor", floor_of_bf16)
-    assert any(
-        ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(ThreeFloors)).alarms
-    )
+    assert iterate(bench, BF16, engine(ThreeFloors)).noticed
 
 
 # --- Training in bf16
 
-BF16 = "model.dtype=bf16"
-
 
 @pytest.fixture(scope="module")
 def in_bf16() -> Bench:
-    return Bench(BF16)
+    return Bench("model.dtype=bf16")
 
 
 @pytest.fixture(scope="module")
 def other_kernels(in_bf16: Bench) -> Seen:
     """What an engine said that multiplies the same weights in bf16 in another way."""
-    return iterate(in_bf16, BF16, "rollout.dtype=bf16", engine(OtherKernels))
+    return iterate(in_bf16, BF16, engine(faulty.OtherKernels))
 
 
 @pytest.mark.kernels
@@ -345,7 +308,7 @@ def test_roundings_of_other_kernels_are_expected(other_kernels: Seen) -> None:
 
 @pytest.mark.kernels
 def test_equal_roundings_are_no_fault(in_bf16: Bench) -> None:
-    seen = iterate(in_bf16, BF16, "rollout.dtype=bf16")
+    seen = iterate(in_bf16, BF16)
     assert (seen.over, seen.alarms) == (0, [])
 
 
@@ -355,13 +318,13 @@ def test_what_is_above_three_floors_of_bf16_is_noticed(
     in_bf16: Bench, other_kernels: Seen, monkeypatch: pytest.MonkeyPatch, cls: type[DiffusersEngine]
 ) -> None:
     monkeypatch.setattr(ThreeFloors, "floor", other_kernels.size)
-    seen = iterate(in_bf16, BF16, "rollout.dtype=bf16", engine(cls))
+    seen = iterate(in_bf16, BF16, engine(cls))
     assert seen.size > 3 * other_kernels.size
-    assert any(ALARM in alarm for alarm in seen.alarms)
+    assert seen.noticed
 
 
 def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
-    (alarm,) = iterate(bench, "rollout.dtype=bf16", engine(Bf16Latents)).alarms
+    (alarm,) = iterate(bench, BF16, engine(faulty.Bf16Latents)).alarms
     assert "stores latents in 16 bits" in alarm
 
 
@@ -369,22 +332,20 @@ def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
     ("cls", "words"),
     [
         (TellsGuidance, "guidance_scale: 4.5 here, 4.545"),
-        (NoNegative, "recorded no negative prompts"),
+        (faulty.NoNegative, "recorded no negative prompts"),
         (TellsShift, "another schedule than the model's: sigmas"),
-        (StaleWeights, "does not hold the trainer's LoRA of step 1"),
-        (NoLora, "does not hold the trainer's LoRA of step 1"),
-        (UnboundLora, "62 of 62 tensors are missing or others"),
-        (HalfLora, "tensors are missing or others"),
+        (faulty.StaleWeights, "does not hold the trainer's LoRA of step 1"),
+        (faulty.NoLora, "does not hold the trainer's LoRA of step 1"),
+        (faulty.UnboundLora, "62 of 62 tensors are missing or others"),
+        (faulty.HalfLora, "tensors are missing or others"),
     ],
 )
 def test_what_an_engine_tells_is_compared(
     bench: Bench, cls: type[DiffusersEngine], words: str
 ) -> None:
-    """However small the fault is: the echoed settings, the recorded schedule and the held
-    weights say it.
-    """
+    """Echoed settings, recorded schedule and held weights say it, however small the fault is."""
     with pytest.raises((RuntimeError, ValueError)) as error:
-        iterate(bench, "rollout.dtype=bf16", engine(cls))
+        iterate(bench, BF16, engine(cls))
     assert words in str(error.value)
 
 
@@ -399,34 +360,30 @@ MEANS = {
 }
 SHARING = "same noise for several samples or steps"
 NOISES = {
-    SharedNoise: SHARING,
-    NoiseOfChunks: SHARING,
-    SameNoise: SHARING,
-    NeighboursNoise: SHARING,
-    LoudNoise: "noise of another size",
-    NotTheSeeds: "says that it draws the noise of the samples' seeds",
+    faulty.SharedNoise: SHARING,
+    faulty.NoiseOfChunks: SHARING,
+    faulty.SameNoise: SHARING,
+    faulty.NeighboursNoise: SHARING,
+    faulty.LoudNoise: "noise of another size",
+    faulty.NotTheSeeds: "says that it draws the noise of the samples' seeds",
 }
 
 
 @pytest.mark.parametrize(
-    ("cls", "means"), [*zip(NOISES, 3 * list(MEANS), strict=True), (SharedNoise, "with_means")]
+    ("cls", "means"),
+    [*zip(NOISES, 3 * list(MEANS), strict=True), (faulty.SharedNoise, "with_means")],
 )
 def test_wrong_noise_is_noticed(bench: Bench, cls: type[DiffusersEngine], means: str) -> None:
     """It makes no mismatch: each log-prob is that of the state that was drawn."""
-    seen = iterate(
-        bench,
-        "rollout.dtype=fp32",
-        "rollout.micro_batch_size_per_gpu=2",
-        engine(cls),
-        *MEANS[means],
-    )
+    few = "rollout.micro_batch_size_per_gpu=2"
+    seen = iterate(bench, FP32, few, engine(cls), *MEANS[means])
     assert any(NOISES[cls] in alarm for alarm in seen.alarms)
-    assert not any(ALARM in alarm for alarm in seen.alarms)
+    assert not seen.noticed
 
 
 @pytest.mark.parametrize(("dtype", "means"), [("fp32", "without_means"), ("bf16", "with_means")])
 def test_independent_noise_of_other_seeds_is_no_fault(bench: Bench, dtype: str, means: str) -> None:
-    seen = iterate(bench, f"rollout.dtype={dtype}", engine(OwnNoise), *MEANS[means])
+    seen = iterate(bench, f"rollout.dtype={dtype}", engine(faulty.OwnNoise), *MEANS[means])
     assert seen.alarms == []
     assert seen.rollout["rollout/noise_variance_off"] == 0
     assert seen.rollout["rollout/noise_shared_max"] < 0.25
@@ -450,7 +407,7 @@ def odd(saved: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         f"data.val_files={prompts}",
         "rollout.pipeline.guidance_scale=1.0",
         "rollout.pipeline.true_cfg_scale=4.0",
-        "rollout.dtype=fp32",
+        FP32,
     )
 
 
@@ -459,16 +416,16 @@ def test_prompts_with_odd_whitespace_raise_no_alarm(odd: Bench) -> None:
     assert (seen.alarms, seen.rollout["rollout/conditioning_error_max"]) == ([], 0)
 
 
-@pytest.mark.parametrize("cls", [Collapsed, NoShift, OneLine, Stripped])
+@pytest.mark.parametrize("cls", [faulty.Collapsed, faulty.NoShift, faulty.OneLine, faulty.Stripped])
 def test_changed_whitespace_or_a_dropped_shift_is_noticed(
     odd: Bench, cls: type[DiffusersEngine]
 ) -> None:
-    assert any(ALARM in alarm for alarm in iterate(odd, engine(cls)).alarms)
+    assert iterate(odd, engine(cls)).noticed
 
 
 def test_changed_whitespace_that_the_record_tells_is_noticed(odd: Bench) -> None:
     """The training graph is given what the engine encoded, so that there is no mismatch."""
-    seen = iterate(odd, engine(TellsCollapsed))
+    seen = iterate(odd, engine(faulty.TellsCollapsed))
     assert seen.over < 0.5
     (alarm,) = seen.alarms
     assert "encodes other prompts than it is given" in alarm
@@ -480,19 +437,19 @@ def test_changed_whitespace_that_the_record_tells_is_noticed(odd: Bench) -> None
 @pytest.mark.kernels
 @needs_torchao
 def test_a_quantization_that_is_not_applied_is_noticed(bench: Bench) -> None:
-    int4 = ("rollout.dtype=bf16", "rollout.quantization=int4")
+    int4 = (BF16, "rollout.quantization=int4")
     clean = iterate(bench, *int4)
     assert clean.alarms == []
     assert 0.5 < clean.over < 1.8
-    (alarm,) = iterate(bench, *int4, engine(HiddenPlainWeights)).alarms
+    (alarm,) = iterate(bench, *int4, engine(faulty.HiddenPlainWeights)).alarms
     assert "The engine seems to sample with plain weights" in alarm
     with pytest.raises(RuntimeError, match="does not quantize"):
-        iterate(bench, *int4, engine(PlainWeights))
+        iterate(bench, *int4, engine(faulty.PlainWeights))
 
 
 def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
     """It measures again only when an uninterrupted run does."""
-    config = configure("rollout.dtype=bf16")
+    config = configure(BF16)
     task, first, collected = bench.parts(config)
     batch = collected.batch
     first.expect(batch, 1)
