@@ -59,7 +59,7 @@ def test_the_message_names_who_is_missing_and_where(tmp_path, monkeypatch, failu
     monkeypatch.setenv("FAILURE", failure)
     program = tmp_path / "meeting.py"
     program.write_text(MEETING)
-    done = launch(3, str(program))
+    done = launch(3, str(program), code=None)
     assert done.returncode != 0
     assert "process 0 of 3 cannot reach another one" in done.stderr
     assert re.search(rf"\({missing}", done.stderr)
@@ -68,8 +68,7 @@ def test_the_message_names_who_is_missing_and_where(tmp_path, monkeypatch, failu
 def test_processes_of_a_machine_load_one_after_the_other(tmp_path: Path) -> None:
     program = tmp_path / "in_turn.py"
     program.write_text(IN_TURN)
-    done = launch(3, str(program), str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(3, str(program), str(tmp_path))
     times = [tuple(map(float, (tmp_path / str(rank)).read_text().split())) for rank in range(3)]
     assert times[0][1] <= times[1][0]
     assert times[1][1] <= times[2][0]

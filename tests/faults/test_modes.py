@@ -18,13 +18,12 @@ from support.faults import (
     die,
     fault,
     mixed,
-    num_rows,
     sizes,
     some,
     started,
     words_of,
 )
-from support.runs import SMALL_TEXT, final_state, read_rows
+from support.runs import SMALL_TEXT, final_state, num_rows, read_rows
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import derive_seed

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.faults import Trained, command, fault, num_rows, some, words_of
+from support.faults import Trained, command, fault, some, words_of
 from support.launching import alone, wait_for
-from support.runs import read_rows
+from support.runs import num_rows, read_rows
 
 TWO = ("trainer.num_processes=2", "trainer.timeout_s=3600")
 

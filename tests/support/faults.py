@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
-from support.runs import State
+from support.runs import State, num_rows
 
 from flowgrpo_rc.records.checkpoint import list_checkpoints, not_finite
 
@@ -311,12 +311,6 @@ def sizes(pid: int) -> tuple[float, int]:
     """Returns the resident memory of a process in MiB, and how many files it holds open."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def num_rows(run: Path) -> int:
-    """Returns how many rows metrics.jsonl has."""
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def has_nan(run: Path) -> list[str]:

@@ -25,11 +25,17 @@ _FORKS.set_forkserver_preload(["flowgrpo_rc.build", "flowgrpo_rc.commands.train"
 
 
 def launch(
-    num_processes: int, *arguments: str, python_path: Path | None = None
+    num_processes: int, *arguments: str, python_path: Path | None = None, code: int | None = 0
 ) -> subprocess.CompletedProcess:
     """Runs `python ARGUMENTS` in gloo processes of one thread each, as torchrun would.
 
     One that fails ends the others.
+
+    Args:
+      num_processes: how many.
+      arguments: those of python.
+      python_path: a folder of modules besides this checkout.
+      code: the exit code that is expected; None for any.
     """
     shared = launch_environment(python_path) | {
         "WORLD_SIZE": str(num_processes),
@@ -38,11 +44,11 @@ def launch(
         "MASTER_PORT": str(free_port()),
     }
     ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
-    return _run_forks(arguments, ranks)
+    return _run_forks(arguments, ranks, code)
 
 
 def _run_forks(
-    arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
+    arguments: Sequence[str], environments: Sequence[Mapping[str, str]], code: int | None
 ) -> subprocess.CompletedProcess:
     """Runs a Python program once for each environment; returns the first code that is not 0."""
     with tempfile.TemporaryDirectory() as folder:
@@ -65,6 +71,7 @@ def _run_forks(
             fork.join()
         assert failed or not running, f"timed out: {arguments}"
         stdout, stderr = (path.read_text() for path in output)
+    assert code in (None, failed), f"exit code {failed}: {stderr[-3000:]}"
     return subprocess.CompletedProcess(arguments, failed, stdout, stderr)
 
 
@@ -94,14 +101,19 @@ def launch_environment(*folders: Path | None) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def train_command(*overrides: str, python_path: Path | None = None) -> subprocess.CompletedProcess:
+def train_command(
+    *overrides: str, python_path: Path | None = None, code: int | None = 0
+) -> subprocess.CompletedProcess:
     """Runs the training command, which no launcher has started."""
-    return run_alone("-m", "flowgrpo_rc.train", *overrides, python_path=python_path)
+    words = ("-m", "flowgrpo_rc.train", *overrides)
+    return run_alone(*words, python_path=python_path, code=code)
 
 
-def run_alone(*arguments: str, python_path: Path | None = None) -> subprocess.CompletedProcess:
+def run_alone(
+    *arguments: str, python_path: Path | None = None, code: int | None = 0
+) -> subprocess.CompletedProcess:
     """Runs `python ARGUMENTS`, which no launcher has started."""
-    return _run_forks(arguments, [alone(python_path)])
+    return _run_forks(arguments, [alone(python_path)], code)
 
 
 def alone(*folders: Path | None) -> dict[str, str]:

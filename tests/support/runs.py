@@ -18,6 +18,9 @@ Trained = Callable[..., Path]
 # Digests of the newest tensors, the state beside them, and the metrics without timings.
 State = tuple[dict[str, str], dict[str, object], list[dict[str, Any]]]
 STOP = "trainer.max_time=0.001"  # ends a run after its first step, with exit code 75
+# What a run leaves in its folder.
+LEFT = {"config.yaml", "environment.json", "metrics.jsonl", "report.html"}
+LEFT |= {"samples", "checkpoints", "lora"}
 SMALL_TEXT = (
     "--config-name=token_grpo",
     "data.train_batch_size=4",
@@ -28,6 +31,19 @@ SMALL_TEXT = (
     "actor.ppo_micro_batch_size_per_gpu=4",
     "trainer.total_training_steps=2",
     "trainer.device=cpu",
+)
+# A run of finished samples, which have no window.
+NFT = (
+    "rollout.algo.sde_window_size=0",
+    "rollout.algo.sde_window_range=null",
+    "rollout.algo.noise_level=0.7",
+    "rollout.algo.shared_prefix=false",
+    "rollout.algo.tail_steps=null",
+    "actor.diffusion_loss.loss_mode=diffusion_nft",
+    "actor.diffusion_loss.clip_ratio=1e-4",
+    "actor.diffusion_loss.times=2",
+    "actor.diffusion_loss.old_decay_rate=0.1",
+    "algorithm.rollout_correction=disabled",
 )
 
 
@@ -79,12 +95,24 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def num_rows(run: Path) -> int:
+    """Returns how many rows metrics.jsonl has."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns rows without seconds, speed, memory and what workers were busy with."""
     return [
         {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "workers/"))}
         for row in rows
     ]
+
+
+def training_rows(run: Path) -> list[dict[str, Any]]:
+    """Returns the metrics of training alone, without timings."""
+    rows = without_timings(read_rows(run))
+    return [{name: row[name] for name in row if not name.startswith("val/")} for row in rows]
 
 
 def final_state(run: Path) -> State:
@@ -94,16 +122,15 @@ def final_state(run: Path) -> State:
     return prints, dict(newest.state), without_timings(read_rows(run))
 
 
-def stopped_and_whole(train: Train, folder: Path, *settings: str) -> Path:
-    """Trains once at a stretch, and once with a stop after each step; both end the same.
+def stopped_and_whole(train: Train, folder: Path, *settings: str, stops: int = 1) -> Path:
+    """Trains once at a stretch, and once with stops after the first steps; both end the same.
 
     Returns the folder of the run that was stopped.
     """
     whole, stopped = folder / "whole", folder / "stopped"
     assert train(*settings, f"trainer.output_dir={whole}") == 0
-    code = 75
-    while code == 75:
-        code = train(*settings, STOP, f"trainer.output_dir={stopped}")
-    assert code == 0
+    for _ in range(stops):
+        assert train(*settings, STOP, f"trainer.output_dir={stopped}") == 75
+    assert train(*settings, f"trainer.output_dir={stopped}") == 0
     assert final_state(stopped) == final_state(whole)
     return stopped
