@@ -18,7 +18,7 @@ from support.torchao import needs_torchao
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.algorithms.policy_gradient.images import diffusion_loss
-from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import bound_of, choose
@@ -35,13 +35,20 @@ from flowgrpo_rc.calibration.measure import (
 from flowgrpo_rc.calibration.record import check_engine, check_means, check_record
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import calibrate as command
-from flowgrpo_rc.commands.calibrate import compare, other_precisions, same_as_trainer, sample_all
+from flowgrpo_rc.commands.calibrate import (
+    Rollouts,
+    compare,
+    other_precisions,
+    same_as_trainer,
+    sample_all,
+)
 from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutEngine
 
 KEY = "algorithm.rollout_correction"
 PLAIN = f"{KEY}.centered=false"
@@ -92,22 +99,25 @@ class Bench:
             self._found[asked] = self.diagnosed(*asked)
         return self._found[asked]
 
-    def diagnosed(self, name: str, dtype: str, quantization: str | None = None) -> Diagnosis:
+    def diagnosed(self, *asked: str | None) -> Diagnosis:
+        return compare(self.config, self.task, self.sampled(*asked), self.lora)[-1]
+
+    def engine(
+        self, name: str, dtype: str, quantization: str | None = None
+    ) -> RolloutEngine[ImageRequest]:
         rollout = self.config.rollout
         rollout.name = name if name == "diffusers" or "." in name else f"{ENGINES}.{name}"
         rollout.dtype, rollout.quantization = dtype, quantization
-        engine = make_engine(self.config, self.task)
-        rollouts = sample_all(self.config, self.task.model, engine, self.lora, self.prompts)
-        return compare(self.config, self.task, rollouts, self.lora)[-1]
+        return make_engine(self.config, self.task)
+
+    def sampled(self, *asked: str | None) -> Rollouts:
+        engine = self.engine(*asked)
+        return sample_all(self.config, self.task.model, engine, self.lora, self.prompts)
 
 
 @pytest.fixture(scope="module")
 def bench(checkpoint: Path, prompt_file: Path) -> Bench:
     return small_bench(checkpoint, prompt_file)
-
-
-def configured(*overrides: str) -> Config:
-    return to_config(compose_config(list(overrides)))
 
 
 def small_bench(model_path: Path, prompt_file: Path, *further: str) -> Bench:
@@ -146,12 +156,9 @@ def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) 
     assert (found.cause, found.healthy, found.as_recorded) == (None, True, 0)
     assert found.mismatch == found.copy_mismatch
     assert found.notes == []
-    effects = [
-        trial.residual
-        for trial in found.trials
-        if trial.cause in ("schedule", "guidance", "lora", "weights")
-    ]
-    assert min(effects) > 0  # what such a fault would amount to
+    causes = ("schedule", "guidance", "lora", "weights")
+    # What such a fault would amount to.
+    assert min(trial.residual for trial in found.trials if trial.cause in causes) > 0
 
 
 @pytest.mark.kernels
@@ -222,34 +229,20 @@ def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("given", "others", "same"),
+    ("model", "rollout", "autocast", "others", "same"),
     [
-        (["model.dtype=fp32", "rollout.dtype=bf16"], ["fp16"], "fp32"),
-        # A copy in fp32 would be twice as large.
-        (
-            ["model.dtype=bf16", "rollout.dtype=bf16"],
-            ["fp16"],
-            "bf16",
-        ),
-        (
-            ["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"],
-            ["fp32", "fp16"],
-            None,
-        ),
-        (
-            ["model.dtype=fp32", "rollout.dtype=fp32", "trainer.mixed_precision=bf16"],
-            ["fp16", "bf16"],
-            None,
-        ),
+        ("fp32", "bf16", "no", ["fp16"], "fp32"),
+        ("bf16", "bf16", "no", ["fp16"], "bf16"),  # one in fp32 would be twice as large
+        ("fp32", "bf16", "bf16", ["fp32", "fp16"], None),
+        ("fp32", "fp32", "bf16", ["fp16", "bf16"], None),
     ],
 )
 def test_no_copy_is_larger_than_the_trainer(
-    given: list[str], others: list[str], same: str | None
+    model: str, rollout: str, autocast: str, others: list[str], same: str | None
 ) -> None:
-    """The table leaves out no precision but the one whose copy would be the trainer's own
-    network.
-    """
-    config = configured(*given)
+    """Only the precision whose copy would be the trainer's own network is left out."""
+    given = [f"model.dtype={model}", f"rollout.dtype={rollout}"]
+    config = to_config(compose_config([*given, f"trainer.mixed_precision={autocast}"]))
     assert (other_precisions(config), same_as_trainer(config)) == (others, same)
 
 
@@ -266,11 +259,8 @@ RECORDS = {
 
 def test_a_record_that_admits_a_fault(bench: Bench) -> None:
     """It counts even if its log-probs agree with the fault."""
-    bench.config.rollout.name = "diffusers"
-    bench.config.rollout.dtype = "fp32"
-    engine = make_engine(bench.config, bench.task)
     model = bench.task.model
-    rollout = sample_all(bench.config, model, engine, bench.lora, bench.prompts).few
+    rollout = bench.sampled("diffusers", "fp32").few
     assert check_record(rollout, model, version=2) == []
     for cause, change in RECORDS.items():
         changed = replace(rollout, batch=change(rollout.batch))
@@ -278,13 +268,8 @@ def test_a_record_that_admits_a_fault(bench: Bench) -> None:
 
 
 def test_means_that_are_not_those_of_the_log_probs(bench: Bench) -> None:
-    bench.config.rollout.name = "diffusers"
     for dtype in ("fp32", "bf16"):
-        bench.config.rollout.dtype = dtype
-        engine = make_engine(bench.config, bench.task)
-        batch = sample_all(
-            bench.config, bench.task.model, engine, bench.lora, bench.prompts
-        ).many.batch
+        batch = bench.sampled("diffusers", dtype).many.batch
         means = batch.prev_sample_mean
         assert check_means(batch) == []
         assert check_means(batch.replace(prev_sample_mean=None)) == []
@@ -395,15 +380,13 @@ def test_other_kernels_without_the_quantization_are_nearer_to_plain_weights(wide
     assert wide.diagnose("OneByOne", "bf16", "fp8").cause is None
 
 
-def test_an_engine_that_shows_nothing_is_not_judged_by_it(bench: Bench) -> None:
-    bench.config.rollout.name = "diffusers"
-    engine = make_engine(bench.config, bench.task)
+def test_an_engine_that_shows_other_weights_than_it_was_given(bench: Bench) -> None:
+    engine = bench.engine("diffusers", "fp32")
     spec = bench.config.rollout.spec()
     engine.sync_weights(bench.lora.current, 1)
     assert check_engine(engine, bench.lora.current, spec) == []
-    ((cause, sentence),) = check_engine(engine, bench.lora.before, spec)
+    ((cause, _),) = check_engine(engine, bench.lora.before, spec)
     assert cause == "weights"
-    assert "are not those that it was given" in sentence
 
 
 def test_the_planted_movements_have_their_size(bench: Bench) -> None:
@@ -411,9 +394,7 @@ def test_the_planted_movements_have_their_size(bench: Bench) -> None:
     network = bench.task.model.network
     states = bench.lora
     names = [name for name in states.current if ".lora_B." in name]
-    assert all(
-        torch.equal(states.start[name], torch.zeros_like(states.start[name])) for name in names
-    )
+    assert not any(states.start[name].any() for name in names)
     for name in names[:3]:
         weight = network.get_submodule(name.split(".lora_B.")[0]).base_layer.weight
         down = states.start[name.replace("lora_B", "lora_A")]
@@ -428,16 +409,8 @@ def test_the_planted_movements_have_their_size(bench: Bench) -> None:
 @pytest.fixture
 def calibrate(overrides: list[str], tmp_path: Path) -> Callable[..., int]:
     def run(*further: str) -> int:
-        options = ["--out", str(tmp_path / "out"), "--prompts", "1", *further]
-        settings = [option for option in options if "=" in option]
-        return main(
-            [
-                "calibrate",
-                *overrides,
-                *settings,
-                *(option for option in options if "=" not in option),
-            ]
-        )
+        out = ("--out", str(tmp_path / "out"), "--prompts", "1")
+        return main(["calibrate", *out, *overrides, *further])
 
     return run
 
@@ -445,38 +418,21 @@ def calibrate(overrides: list[str], tmp_path: Path) -> Callable[..., int]:
 def test_the_folder_of_a_result(
     calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    separate = "rollout.merge_lora=false"
-    assert calibrate("--name", "fp32", separate) == 0
+    assert calibrate("--name", "fp32", "rollout.merge_lora=false") == 0
     shown = capsys.readouterr().out
     out = tmp_path / "out"
     written = json.loads((out / "calibration.json").read_text())
     assert written["diagnosis"]["verdict"] in shown
     assert (out / "mismatch.png").read_bytes().startswith(b"\x89PNG")
-    by_timestep = written["mismatch"][0]["by_timestep"]
     # The first copy is fp32 in the same batch shape.
-    assert (len(by_timestep), set(by_timestep.values())) == (
-        3,
-        {0.0},
-    )
-    assert {
-        (one["sampler"][:6], one["precision"], one["guidance"]) for one in written["mismatch"]
-    } == {
-        ("engine", "fp32", 1.0),
-        ("engine", "fp32", 4.5),
-        *(
-            ("copy o", precision, guidance)
-            for precision in ("fp16", "bf16")
-            for guidance in (1.0, 4.5)
-        ),
-    }
-    correction = compose_config(
-        ["+calibration=fp32"], config_dir=str(out)
-    ).algorithm.rollout_correction
-    assert (correction.bypass_mode, correction.rollout_rs, correction.rollout_rs_threshold) == (
-        True,
-        "token_k1",
-        "auto:4",
-    )
+    assert list(written["mismatch"][0]["by_timestep"].values()) == [0.0, 0.0, 0.0]
+    rows = [(row["sampler"][:6], row["precision"], row["guidance"]) for row in written["mismatch"]]
+    samplers = (("engine", "fp32"), ("copy o", "fp16"), ("copy o", "bf16"))
+    assert set(rows) == {(*one, guidance) for one in samplers for guidance in (1.0, 4.5)}
+    config = compose_config(["+calibration=fp32"], config_dir=str(out))
+    correction = config.algorithm.rollout_correction
+    assert correction.bypass_mode
+    assert (correction.rollout_rs, correction.rollout_rs_threshold) == ("token_k1", "auto:4")
 
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert calibrate("--name", "fp32") == 2
@@ -489,22 +445,19 @@ def test_the_folder_of_a_result(
 def test_the_file_of_another_loss(
     calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert (
-        calibrate("rollout.dtype=bf16", "rollout.n=8", GUARD, f"{KEY}.exclude_rejected=true") == 0
-    )
+    excluding = f"{KEY}.exclude_rejected=true"
+    assert calibrate("rollout.dtype=bf16", "rollout.n=8", GUARD, excluding) == 0
     written = json.loads((tmp_path / "out" / "calibration.json").read_text())
     shown = capsys.readouterr().out
     chosen = written["settings"]
     composed = compose_config(["+calibration=measured"], config_dir=str(tmp_path / "out"))
-    assert (
-        composed.algorithm.rollout_correction.bypass_mode,
-        chosen[f"{KEY}.exclude_rejected"],
-    ) == (True, None)
+    assert composed.algorithm.rollout_correction.bypass_mode
+    assert chosen[f"{KEY}.exclude_rejected"] is None
     assert composed.actor.diffusion_loss.clip_ratio == chosen[CLIP] > 2e-6
     shares = written["clipped_before_update"]
     assert shares[f"{chosen[CLIP]:g}"] < 0.02 < 0.3 < shares["2e-06"]
     assert all(line in shown for line in (written["reason"], *written["notes"]))
-    assert f"{KEY}.exclude_rejected=true does not go with bypass mode" in shown
+    assert any(f"{excluding} does not go with bypass mode" in note for note in written["notes"])
 
 
 def test_the_file_of_a_loss_without_clip(calibrate: Callable[..., int], tmp_path: Path) -> None:
@@ -521,19 +474,10 @@ def test_the_shortest_tail_whose_advantages_agree_is_written(
     assert calibrate("--tail", *window, "rollout.n=4", "rollout.algo.shared_prefix=true") == 0
     written = json.loads((tmp_path / "out" / "calibration.json").read_text())
     tails = [(one["tail"], one["tail_steps"], one["evaluations"]) for one in written["tails"]]
-    assert tails == [
-        ("euler", 1, 2),
-        ("ab2", 1, 2),
-        ("euler", 2, 3),
-        ("ab2", 2, 3),
-        ("ab2", 3, 4),
-    ]
-    good = [one for one in written["tails"] if (one["agreement"] or 0) >= 0.95]
-    chosen = written["settings"]
-    if good:
-        assert chosen["rollout.algo.tail_steps"] == min(one["tail_steps"] for one in good)
-    else:
-        assert "rollout.algo.tail" not in chosen
+    steps = [("euler", 1), ("ab2", 1), ("euler", 2), ("ab2", 2), ("ab2", 3)]
+    assert tails == [(tail, number, number + 1) for tail, number in steps]
+    good = [one["tail_steps"] for one in written["tails"] if (one["agreement"] or 0) >= 0.95]
+    assert written["settings"].get("rollout.algo.tail_steps") == min(good, default=None)
     shown = capsys.readouterr().out
     assert "correlation of advantages" in shown
     assert all(note in shown for note in written["notes"])
@@ -547,16 +491,9 @@ def test_the_shortest_tail_whose_advantages_agree_is_written(
         (["--prompts", "0"], "--prompts 0: give at least 1"),
         (["--name", "a/b"], "--name a/b"),
         (["data.replay_dir=/nowhere"], "calibrate measures an engine"),
-        (["rollout.name=nobody"], "no plug-in 'nobody'"),
         (["--prompts", "9"], "--prompts 9: data.train_files has 8"),
-        (
-            ["rollout.name=support.faulty_engines.NanLogProbs"],
-            "2 of 6 log-probs of the engine are nan or inf, at steps [1]",
-        ),
-        (
-            ["rollout.name=support.faulty_engines.InfLogProbs"],
-            "2 of 6 log-probs of the engine are nan or inf, at steps [2]",
-        ),
+        ([f"rollout.name={ENGINES}.NanLogProbs"], "are nan or inf, at steps [1]"),
+        ([f"rollout.name={ENGINES}.InfLogProbs"], "are nan or inf, at steps [2]"),
     ],
 )
 def test_bad_input_is_refused(
@@ -571,9 +508,18 @@ def test_bad_input_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_text_models_are_refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    assert main(["calibrate", "--config-name", "token_grpo", "--out", str(tmp_path / "out")]) == 2
-    assert "calibrate knows flow models" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("token_grpo", "calibrate knows flow models"),
+        ("tiny_ocr_nft", "there is no mismatch to calibrate for"),
+    ],
+)
+def test_what_has_nothing_to_calibrate_is_refused(
+    name: str, message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    assert main(["calibrate", "--config-name", name, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
 
 
 # --- The bundled model, whose rollout is bf16
@@ -603,13 +549,10 @@ def clipped_before_update(run: Path, *settings: str, config_dir: Path | None = N
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
     assert main(["train", *options, *ONE_UPDATE, *settings, f"trainer.output_dir={run}"]) == 0
     row = read_rows(run)[1]
-    found = [
-        value
-        for name, value in row.items()
-        if name.endswith("rollout_corr/pre_update_clip_fraction")
-    ]
-    assert found == [row["actor/clip_fraction"]]
-    return found[0]
+    metric = "rollout_corr/pre_update_clip_fraction"
+    (found,) = (value for name, value in row.items() if name.endswith(metric))
+    assert found == row["actor/clip_fraction"]
+    return found
 
 
 @pytest.mark.kernels
@@ -617,12 +560,8 @@ def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_pa
     measured = json.loads((calibrated / "calibration.json").read_text())
     assert measured["diagnosis"]["cause"] is None
     assert measured["settings"][f"{KEY}.bypass_mode"] is True
-    assert (
-        clipped_before_update(
-            tmp_path / "calibrated", "+calibration=measured", config_dir=calibrated
-        )
-        < 0.02
-    )
+    found = clipped_before_update(tmp_path, "+calibration=measured", config_dir=calibrated)
+    assert found < 0.02
 
 
 @needs_bf16_kernels
@@ -638,37 +577,41 @@ def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path
     assert measured["clipped_before_update"]["0.0001"] == pytest.approx(reference, abs=0.1)
 
 
+def before_update(rollout: RecordedRollout) -> DiffusionBatch:
+    """Returns a batch as the first update of bypass mode sees it."""
+    return rollout.batch.replace(
+        old_log_probs=rollout.recorded,
+        advantages=torch.ones_like(rollout.recorded),
+        rejection_mask=rollout.batch.step_mask,
+    )
+
+
+def clipped(config: Config, found: Evaluation, batch: DiffusionBatch) -> float:
+    """Returns the part of the steps that the loss clips."""
+    _, metrics = diffusion_loss(config.loss(), found.log_probs, batch, found.gaussian)
+    return metrics.compute()["clip_fraction"]
+
+
 def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     """The result holds in bypass mode, and on samples of another prompt."""
     bench = Bench(*QUICK, GUIDED, GUARD, "rollout.dtype=bf16")
-    config = bench.config
-    policy = bench.task.policy
+    config, policy = bench.config, bench.task.policy
     engine = make_engine(config, bench.task)
-
-    def sampled(prompt: Prompt) -> RecordedRollout:
-        return sample(engine, ask(config, [prompt], 24, config.rollout.spec(), keep_means=True))
-
-    first, other = map(sampled, prompts_of(config)[0].step(0)[:2])
+    first, other = (
+        sample(engine, ask(config, [prompt], 24, config.rollout.spec(), keep_means=True))
+        for prompt in prompts_of(config)[0].step(0)[:2]
+    )
     found = policy.measure(first.batch, 24)
     bound = bound_of(config, mismatch_of(first, found.log_probs, 4.5).differences, found)
     settings = choose(config, bound, mode="auto", doubt=None)
     assert settings.values[f"{KEY}.bypass_mode"]
 
     found = policy.measure(other.batch, 24)
-    batch = other.batch.replace(
-        old_log_probs=other.recorded,
-        advantages=torch.ones_like(other.recorded),
-        rejection_mask=other.batch.step_mask,  # what the bands decide before an update
-    )
-
-    def clipped(clip_ratio: float) -> float:
-        config.actor.diffusion_loss.clip_ratio = clip_ratio
-        return diffusion_loss(config.loss(), found.log_probs, batch, found.gaussian)[1].compute()[
-            "clip_fraction"
-        ]
-
-    assert clipped(settings.values[CLIP]) < 0.02
-    assert clipped(2e-6) > 0.3
+    batch = before_update(other)
+    config.actor.diffusion_loss.clip_ratio = settings.values[CLIP]
+    assert clipped(config, found, batch) < 0.02
+    config.actor.diffusion_loss.clip_ratio = 2e-6
+    assert clipped(config, found, batch) > 0.3
 
 
 @needs_bf16_kernels
@@ -679,46 +622,28 @@ def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
     measured = json.loads((calibrated / "calibration.json").read_text())
     settings = (*QUICK, "+calibration=measured", "rollout.dtype=bf16")
     bench = Bench(*settings, config_dir=str(calibrated))
-    config = bench.config
-    policy = bench.task.policy
-    network = bench.task.model.network
-    engine = make_engine(config, bench.task)
+    config, policy = bench.config, bench.task.policy
     prompts = prompts_of(config)[0].step(1)[:2]
     request = ask(config, prompts, 16, config.rollout.spec(), keep_means=True)
-    batch = sample(engine, request).batch
-    batch = batch.replace(
-        old_log_probs=batch.rollout_log_probs,
-        advantages=torch.ones_like(batch.rollout_log_probs),
-        rejection_mask=batch.step_mask,  # what the bands decide before an update
-    )
+    batch = before_update(sample(make_engine(config, bench.task), request))
     assert config.algorithm.rollout_correction.centered
 
-    def log_ratio() -> torch.Tensor:
-        found = policy.measure(batch, 32).centered
-        assert found is not None
-        return found
-
-    start = log_ratio()
-    parameters = lora_parameters(network)
+    facts = policy.measure(batch, 32)
+    start = moved = facts.centered
     aim = 10 * measured["mismatch"][0]["floor"]
-    moved = start
     for factor in (0.02, 1.0):  # the second time as far as the first one asks for
         if moved is not start:
             factor = 0.02 * aim / (moved - start).abs().mean().item()
-        for name, parameter in parameters.items():
+        for name, parameter in lora_parameters(bench.task.model.network).items():
             step = bench.lora.current[name] - bench.lora.before[name]
             parameter.data.copy_(bench.lora.current[name] + factor * step)
-        moved = log_ratio()
+        moved = policy.measure(batch, 32).centered
     assert (moved - start).abs().mean().item() == pytest.approx(aim, rel=0.3)
 
-    facts = policy.measure(batch, 32)
-    assert facts.gaussian is not None
-
-    def clipped(centered: torch.Tensor) -> float:
+    def at(centered: torch.Tensor) -> float:
         gaussian = facts.gaussian._replace(centered=centered)
-        _, metrics = diffusion_loss(config.loss(), facts.log_probs, batch, gaussian)
-        return metrics.compute()["clip_fraction"]
+        return clipped(config, facts._replace(gaussian=gaussian), batch)
 
-    assert clipped(start) < 0.02
-    assert clipped(moved) > 0.5
-    assert min(clipped(start + aim), clipped(start - aim)) > 0.99
+    assert at(start) < 0.02
+    assert at(moved) > 0.5
+    assert min(at(start + aim), at(start - aim)) > 0.99
