@@ -6,12 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
-from support.runs import Train, read_rows, without_timings
+from support.runs import Train, Trained, read_rows, stopped_and_whole, without_timings
 
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.correction import auto_bands
 from flowgrpo_rc.correction.auto_bands import FLOOR
 
+ONE_STEP = "trainer.total_training_steps=1"
 RC = "algorithm.rollout_correction"
 AUTO_RULES = [f"{RC}.rollout_rs=[token_k1,step_kl]", f"{RC}.rollout_rs_threshold=auto:4"]
 STEP_KL_RULES = [f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=1e-9"]
@@ -20,41 +21,25 @@ BF16 = ["model.dtype=bf16", "rollout.dtype=bf16", f"{RC}=decoupled_token_is", "a
 
 @pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
 @pytest.mark.parametrize("bypass", [False, True])
-def test_a_run_with_a_loss_that_needs_means(
-    train: Train, tmp_path: Path, mode: str, bypass: bool
-) -> None:
+def test_a_run_with_a_loss_that_needs_means(trained: Trained, mode: str, bypass: bool) -> None:
     """In decoupled mode the anchor is recomputed, and the first update has not moved from it.
 
     In bypass mode it is the bf16 rollout.
     """
-    options = [
-        f"actor.diffusion_loss.loss_mode={mode}",
-        f"{RC}.bypass_mode={bypass}",
-    ]
-    whole = ["rollout.dtype=bf16", "trainer.total_training_steps=1", "actor.ppo_mini_batch_size=4"]
-    whole += ["actor.ema.enable=false"]
-    assert train(*options, *whole) == 0
-    row = read_rows(tmp_path / "run")[-1]
+    options = [f"actor.diffusion_loss.loss_mode={mode}", f"{RC}.bypass_mode={bypass}"]
+    options += ["rollout.dtype=bf16", "actor.ppo_mini_batch_size=4", "actor.ema.enable=false"]
+    row = read_rows(trained(*options, ONE_STEP))[-1]
     assert math.isfinite(row["actor/pg_loss"])
     if bypass:
         assert row["actor/step_kl_max"] > 0
     else:
-        assert row["actor/step_kl_max"] == 0
+        assert row["actor/step_kl_max"] == row["actor/ratio_std"] == 0
         assert row["actor/ratio_mean"] == 1
-        assert row["actor/ratio_std"] == 0
 
 
-def test_a_run_with_whole_windows(train: Train, tmp_path: Path) -> None:
-    assert (
-        train(
-            f"{RC}.bypass_mode=true",
-            f"{RC}.bypass_level=window",
-            "rollout.dtype=bf16",
-            "trainer.total_training_steps=1",
-        )
-        == 0
-    )
-    row = read_rows(tmp_path / "run")[-1]
+def test_a_run_with_whole_windows(trained: Trained) -> None:
+    options = [f"{RC}.bypass_mode=true", f"{RC}.bypass_level=window", "rollout.dtype=bf16"]
+    row = read_rows(trained(*options, ONE_STEP))[-1]
     assert row["actor/rollout_corr/chi2_seq"] != row["actor/rollout_corr/chi2_token"]
 
 
@@ -67,19 +52,8 @@ def test_a_resumed_run_goes_on_with_its_bands(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool, further: list[str]
 ) -> None:
     monkeypatch.setattr(auto_bands, "WARM_UP", 2)
-    options = [
-        *AUTO_RULES,
-        *further,
-        f"{RC}.bypass_mode={bypass}",
-        "rollout.dtype=bf16",
-        "trainer.save_freq=1",
-    ]
-    assert train(*options, "trainer.max_time=1e-9") == 75
-    assert len(read_rows(tmp_path / "run")) == 2
-    assert train(*options) == 0
-    assert train(*options, f"trainer.output_dir={tmp_path / 'whole'}") == 0
-    resumed, whole = (without_timings(read_rows(tmp_path / name)) for name in ("run", "whole"))
-    assert resumed == whole
+    options = [*AUTO_RULES, *further, f"{RC}.bypass_mode={bypass}", "rollout.dtype=bf16"]
+    whole = read_rows(stopped_and_whole(train, tmp_path, *options))
     prefix = "actor/rollout_corr/rollout_rs" if bypass else "rollout_corr/rollout_rs"
     assert f"{prefix}_token_k1_auto_spread" not in whole[1]
     assert whole[2][f"{prefix}_token_k1_auto_spread"] > FLOOR
@@ -89,48 +63,38 @@ def test_a_resumed_run_goes_on_with_its_bands(
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_run_records_means_and_judges_them(train: Train, tmp_path: Path, bypass: bool) -> None:
     """An fp32 rollout in the same batch shape has a KL of exactly 0 until the policy moves."""
-    options = [
-        *STEP_KL_RULES,
-        f"{RC}.bypass_mode={bypass}",
-        "rollout.micro_batch_size_per_gpu=2",
-    ]
-    assert train(*options, "trainer.total_training_steps=1", "trainer.save_rollouts=true") == 0
+    options = [*STEP_KL_RULES, f"{RC}.bypass_mode={bypass}", ONE_STEP]
+    options.append("rollout.micro_batch_size_per_gpu=2")
+    assert train(*options, "trainer.save_rollouts=true") == 0
     prefix = "actor/rollout_corr" if bypass else "rollout_corr"
     row = read_rows(tmp_path / "run")[-1]
     largest = row[f"{prefix}/rollout_rs_step_kl_max"]
     assert largest > 0 if bypass else largest == 0
     replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
-    assert train(*options, *replay, "trainer.total_training_steps=1") == 0
-
-
-def test_a_replay_without_means_is_refused_before_training(
-    train: Train, tmp_path: Path, capsys
-) -> None:
-    plain = f"{RC}.centered=false"
-    assert train(plain, "trainer.save_rollouts=true", "trainer.total_training_steps=1") == 0
-    replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
-    assert train(*replay, *STEP_KL_RULES) != 0
-    assert "prev_sample_mean" in capsys.readouterr().err
-    assert not (tmp_path / "replay" / "metrics.jsonl").exists()
+    assert train(*options, *replay) == 0
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_replay_is_centered_if_it_has_means(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, kept: bool
+    train: Train, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture, kept: bool
 ) -> None:
-    saved = f"{RC}.centered={str(kept).lower()}"
-    assert train(saved, "trainer.save_rollouts=true", "trainer.total_training_steps=1") == 0
+    saved = trained(f"{RC}.centered={kept}", "trainer.save_rollouts=true", ONE_STEP)
     capsys.readouterr()
-    replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
-    assert train(*replay, "trainer.total_training_steps=1") == 0
+    replay = f"data.replay_dir={saved}"
+    assert train(replay, ONE_STEP) == 0
     assert ("records no means" in capsys.readouterr().out) is not kept
-    config = stored_config(tmp_path / "replay" / "config.yaml")
+    config = stored_config(tmp_path / "run" / "config.yaml")
     assert config.algorithm.rollout_correction.centered is kept
+    if not kept:
+        refused = tmp_path / "refused"
+        assert train(replay, *STEP_KL_RULES, f"trainer.output_dir={refused}") != 0
+        assert "prev_sample_mean" in capsys.readouterr().err
+        assert not (refused / "metrics.jsonl").exists()
 
 
-def test_an_aligned_run_has_no_mismatch(train: Train, tmp_path: Path) -> None:
-    assert train(*BF16, "actor.replay=aligned") == 0
-    for row in read_rows(tmp_path / "run")[1:]:
+def test_an_aligned_run_has_no_mismatch(trained: Trained) -> None:
+    rows = read_rows(trained(*BF16, "actor.replay=aligned"))[1:]
+    for row in rows:
         assert row["rollout_corr/logprob_abs_diff_max"] == 0
         assert row["rollout_corr/rollout_is_min"] == row["rollout_corr/rollout_is_max"] == 1
 
@@ -138,7 +102,7 @@ def test_an_aligned_run_has_no_mismatch(train: Train, tmp_path: Path) -> None:
 def test_a_run_says_why_it_recomputes_and_has_the_same_metrics(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    options = [f"{RC}=decoupled_token_is", "rollout.dtype=bf16", "trainer.total_training_steps=1"]
+    options = [f"{RC}=decoupled_token_is", "rollout.dtype=bf16", ONE_STEP]
     rows = []
     for how in ("auto", "recompute"):
         folder = tmp_path / how
@@ -153,45 +117,31 @@ def test_a_run_says_why_it_recomputes_and_has_the_same_metrics(
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
-def test_a_run_reports_its_mismatch(train: Train, tmp_path: Path, mode: str) -> None:
+def test_a_run_reports_its_mismatch(trained: Trained, mode: str) -> None:
     """The first mini-batch has half of the samples.
 
     The learning rate moves the policy far beyond the mismatch; the band is a part of the mismatch.
     """
     clip_ratio = 1e-5
-    assert (
-        train(
-            f"{RC}.bypass_mode={str(mode == 'bypass').lower()}",
-            "rollout.dtype=bf16",
-            "actor.optim.lr=0.1",
-            f"actor.diffusion_loss.clip_ratio={clip_ratio}",
-        )
-        == 0
-    )
+    options = [f"{RC}.bypass_mode={mode == 'bypass'}", "rollout.dtype=bf16", "actor.optim.lr=0.1"]
+    run = trained(*options, f"actor.diffusion_loss.clip_ratio={clip_ratio}")
     prefix = "actor/rollout_corr/" if mode == "bypass" else "rollout_corr/"
-    for row in read_rows(tmp_path / "run")[1:]:
-        own = {
-            name.removeprefix(prefix): value
-            for name, value in row.items()
-            if name.startswith(prefix)
-        }
+    for row in read_rows(run)[1:]:
+        own = {name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)}
         median, p99, most = (own[f"logprob_abs_diff_{part}"] for part in ("p50", "p99", "max"))
         assert 0 < median < p99 <= most < 1e-3 < own["policy_drift_abs_mean"]
         assert own["mismatch_over_clip"] == pytest.approx(median / clip_ratio)
         assert (own["pre_update_clip_fraction"] == 0) == (mode == "decoupled")
         assert 0.3 < own["mismatch_over_expected"] < 2.0
-    assert not (tmp_path / "run" / "health.jsonl").exists()
+    assert not (run / "health.jsonl").exists()
 
 
 @pytest.mark.parametrize("rollout", ["bf16", "fp32"])
 def test_a_run_in_bf16_expects_its_rounding_or_says_that_it_cannot(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, rollout: str
 ) -> None:
-    one_step = ["trainer.total_training_steps=1", "actor.ema.enable=false"]
-    assert (
-        train("model.dtype=bf16", f"rollout.dtype={rollout}", f"{RC}.bypass_mode=true", *one_step)
-        == 0
-    )
+    options = ["model.dtype=bf16", f"rollout.dtype={rollout}", f"{RC}.bypass_mode=true"]
+    assert train(*options, ONE_STEP, "actor.ema.enable=false") == 0
     row = read_rows(tmp_path / "run")[-1]
     said = capsys.readouterr().out
     assert ("actor/rollout_corr/mismatch_over_expected" in row) == (rollout == "bf16")

@@ -16,11 +16,10 @@ import torch
 from diffusers import DiffusionPipeline
 from nbclient import NotebookClient
 from support.documented import ROOT
-from support.image_rollouts import sample_images, trained_lora
+from support.image_rollouts import make_spec, sample_images, trained_lora
 from support.runs import Train, read_rows
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.export.lora import export_lora
@@ -70,27 +69,13 @@ def test_the_example_of_a_user_s_loss_trains_images(train: Train, tmp_path: Path
 def test_the_example_of_a_user_s_model_is_its_stock_pipeline_and_trains(tmp_path: Path) -> None:
     import my_model
 
-    assert (
-        my_model.main(
-            ["--out", str(tmp_path), "trainer.total_training_steps=1", "rollout.dtype=fp32"]
-        )
-        == 0
-    )
+    settings = ("trainer.total_training_steps=1", "rollout.dtype=fp32")
+    assert my_model.main(["--out", str(tmp_path), *settings]) == 0
     assert read_rows(tmp_path / "run")[1]["actor/grad_norm"] > 0
     folder = tmp_path / "checkpoint"
     model = load_model(ModelConfig(path=str(folder), adapter="my_model.Chroma"), CPU)
     assert isinstance(model, my_model.Chroma)
-    spec = SamplerSpec(
-        height=32,
-        width=64,
-        num_inference_steps=4,
-        guidance_scale=3.5,
-        noise_level=0.7,
-        sde_type="sde",
-        log_prob_convention="gaussian",
-        max_sequence_length=16,
-        dtype="fp32",
-    )
+    spec = make_spec("sde", 3.5, num_inference_steps=4)
     latents = normal(model.latent_shape(spec), [1, 2])
     positive, negative = (
         model.encode(texts, max_sequence_length=16) for texts in (["a cat", "HELP"], ["blur", ""])

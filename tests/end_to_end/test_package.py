@@ -11,6 +11,18 @@ from pathlib import Path
 from support.documented import ROOT
 
 
+def printed(program: str, wheel: Path | None = None) -> list[str]:
+    """Returns the lines that a Python program prints, with the package of an unpacked wheel."""
+    environment = dict(os.environ)
+    if wheel is not None:
+        environment["PYTHONPATH"] = str(wheel / "site")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=wheel, env=environment, check=True, capture_output=True, text=True
+    )
+    return done.stdout.splitlines()
+
+
 def test_a_wheel_finds_its_configuration_elsewhere(tmp_path: Path) -> None:
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp_path)]
     build = [sys.executable, "-m", "pip", "wheel", str(ROOT), *options]
@@ -22,16 +34,7 @@ def test_a_wheel_finds_its_configuration_elsewhere(tmp_path: Path) -> None:
         "import flowgrpo_rc.config.compose as c; print(c.config_folder()); "
         "print(c.compose_config([]).model.path)"
     )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert all(line.startswith(str(tmp_path / "site")) for line in done.stdout.splitlines())
+    assert all(line.startswith(str(tmp_path / "site")) for line in printed(program, tmp_path))
 
 
 def test_importing_rewards_loads_nothing_heavy():
@@ -42,17 +45,10 @@ def test_importing_rewards_loads_nothing_heavy():
     )
     use = "flowgrpo_rc.rewards.manager.validate_rewards(flowgrpo_rc.rewards.manager.RewardConfig())"
     code = f"import sys, {modules}; {use}; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed(code) == ["[]"]
 
 
 def test_the_package_does_not_need_the_documentation_s_packages() -> None:
-    """The package does not import what only the documentation needs."""
-    program = (
-        "import sys, flowgrpo_rc.cli; print([m for m in ('mkdocs', 'latex2mathml') if m in "
-        "sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    names = "('mkdocs', 'latex2mathml')"
+    code = f"import sys, flowgrpo_rc.cli; print([m for m in {names} if m in sys.modules])"
+    assert printed(code) == ["[]"]

@@ -8,8 +8,6 @@ import pytest
 from support.runs import Train, read_rows
 from support.torchao import needs_torchao
 
-from flowgrpo_rc.cli import main
-
 
 @needs_torchao
 @pytest.mark.usefixtures("without_compiler")
@@ -23,12 +21,7 @@ def test_two_steps_with_an_int8_rollout_and_an_8_bit_optimizer(
 
 
 @needs_torchao
-def test_text_with_an_int8_rollout(tmp_path: Path) -> None:
-    settings = [
-        *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4"),
-        *("rollout.val_kwargs.n=4", "actor.ppo_micro_batch_size_per_gpu=8", "trainer.device=cpu"),
-        *("trainer.total_training_steps=1", f"trainer.output_dir={tmp_path}"),
-        *("rollout.quantization=int8", "algorithm.rollout_correction.bypass_mode=false"),
-    ]
-    assert main(["train", "--config-name", "token_grpo", *settings]) == 0
-    assert read_rows(tmp_path)[1]["rollout_corr/logprob_abs_diff_mean"] > 0
+def test_text_with_an_int8_rollout(train_text: Train, tmp_path: Path) -> None:
+    mode = "algorithm.rollout_correction.bypass_mode=false"
+    assert train_text("rollout.quantization=int8", mode, "trainer.total_training_steps=1") == 0
+    assert read_rows(tmp_path / "run")[1]["rollout_corr/logprob_abs_diff_mean"] > 0

@@ -69,23 +69,15 @@ def plan(overrides: list[str], processes: int, config_dir: str | None = None) ->
 
 
 def calibration_bytes(plan: Plan, shards: int) -> int:
-    """Returns the bytes of one process: a whole transformer, the engine or a copy of it, and
-    idle encoders that stay.
-    """
+    """Returns what one process holds: a whole transformer and a copy or engine, idle encoders."""
     memory = {name: size for name, size, _ in plan.memory}
     transformer = memory["transformer"] * shards
-    return (
-        transformer
-        + max(transformer, memory.get("rollout engine", 0))
-        + memory["text encoders, VAE"]
-        + 4 * memory["LoRA"]
-    )
+    beside = max(transformer, memory.get("rollout engine", 0))
+    return transformer + beside + memory["text encoders, VAE"] + 4 * memory["LoRA"]
 
 
 def parsed(command: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns options and overrides of a `flowgrpo-rc` command, or of the one that accelerate
-    launches.
-    """
+    """Returns options and overrides of `flowgrpo-rc`, or of what accelerate launches."""
     if command[0] == "accelerate":
         assert (ROOT / command[command.index("--config_file") + 1]).is_file()
         assert command[command.index("-m") + 1] == "flowgrpo_rc.train"
@@ -108,21 +100,16 @@ def test_a_recipe_calibrates_and_then_trains_with_what_was_found(
     assert measuring["--mode"] == "decoupled"
     assert training == {"--config-dir": measuring["--out"]}
     to_config(compose_config(measured), num_processes=1)
-    config_dir = str(workplace / measuring["--out"])
-    config = to_config(
-        compose_config(overrides, config_dir=config_dir), num_processes=cards(script)
-    )
+    composed = compose_config(overrides, config_dir=str(workplace / measuring["--out"]))
+    config = to_config(composed, num_processes=cards(script))
     assert config.trainer.output_dir == f"outputs/{config.trainer.experiment_name}"
     assert config.trainer.experiment_name.endswith("_decoupled")
     assert [name for name, term in config.reward.terms.items() if term] == [reward]
     assert config.actor.optim.lr == 1e-5
     assert config.actor.diffusion_loss.clip_ratio == 4.2e-4
     correction = config.algorithm.rollout_correction
-    assert (correction.bypass_mode, correction.rollout_rs, correction.rollout_rs_threshold) == (
-        False,
-        "token_k1",
-        "auto:4",
-    )
+    assert not correction.bypass_mode
+    assert (correction.rollout_rs, correction.rollout_rs_threshold) == ("token_k1", "auto:4")
     if cards(script) > 1:
         assert commands[1][commands[1].index("--num_processes") + 1] == str(cards(script))
 
@@ -132,9 +119,8 @@ def test_a_recipe_fits_its_card_by_arithmetic(script: str, workplace: Path) -> N
     _, (training, overrides) = map(parsed, run(workplace, script, "pickscore", "bypass"))
     planned = plan(overrides, cards(script), str(workplace / training["--config-dir"]))
     shards = cards(script) if planned.title.endswith("fsdp2") else 1
-    needed, calibrating = (
-        size / 2**30 for size in (planned.held_bytes, calibration_bytes(planned, shards))
-    )
+    calibrating = calibration_bytes(planned, shards) / 2**30
+    needed = planned.held_bytes / 2**30
     assert max(needed, calibrating) < 0.97 * GIB[script.rpartition("x")[2]]
     page = (ROOT / "examples" / "README.md").read_text()
     assert f"{calibrating:.1f}" in page
@@ -149,9 +135,5 @@ def test_a_recipe_measures_once(workplace: Path) -> None:
 
 
 def test_every_recipe_is_a_model_that_users_look_for() -> None:
-    assert SCRIPTS == [
-        "flux1_dev_8xh100",
-        "qwen_image_4xh200",
-        "sd35_medium_1xh100",
-        "sd35_medium_8xh100",
-    ]
+    sd3 = ("sd35_medium_1xh100", "sd35_medium_8xh100")
+    assert ["flux1_dev_8xh100", "qwen_image_4xh200", *sd3] == SCRIPTS

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from metric_names import find
-from support.runs import Train, read_rows
+from support.runs import Train, Trained, read_rows
 
-from flowgrpo_rc.cli import main
+RC = "algorithm.rollout_correction"
 
 
 def unknown_metrics(run_dir: Path) -> list[str]:
@@ -16,41 +16,15 @@ def unknown_metrics(run_dir: Path) -> list[str]:
     return sorted(name for name in names if find(name) is None)
 
 
-def test_the_page_explains_every_metric_of_a_run_in_bypass_mode(
-    train: Train, tmp_path: Path
+def test_the_page_explains_every_metric_of_a_run_in_bypass_mode(trained: Trained) -> None:
+    rules = ("rollout_rs=[token_k1,step_kl]", "rollout_rs_threshold=auto:4")
+    settings = ("bypass_mode=true", "rollout_is=sequence", "metric_names=both", *rules)
+    assert unknown_metrics(trained(*(f"{RC}.{setting}" for setting in settings))) == []
+
+
+def test_the_page_explains_every_metric_of_a_run_in_decoupled_mode(
+    train_text: Train, tmp_path: Path
 ) -> None:
-    correction = "algorithm.rollout_correction"
-    settings = (
-        "bypass_mode=true",
-        "rollout_is=sequence",
-        "metric_names=both",
-        "rollout_rs=[token_k1,step_kl]",
-    )
-    assert (
-        train(
-            *(f"{correction}.{s}" for s in settings),
-            f"{correction}.rollout_rs_threshold=auto:4",
-        )
-        == 0
-    )
+    settings = (f"{RC}=decoupled_seq_is_rs", f"{RC}.metric_names=both", "rollout.staleness=1")
+    assert train_text(*settings, "actor.use_kl_loss=true") == 0
     assert unknown_metrics(tmp_path / "run") == []
-
-
-def test_the_page_explains_every_metric_of_a_run_in_decoupled_mode(tmp_path: Path) -> None:
-    sizes = (
-        "data.train_batch_size=2",
-        "rollout.n=4",
-        "actor.ppo_mini_batch_size=2",
-        "rollout.val_kwargs.n=8",
-    )
-    settings = ("trainer.total_training_steps=1", "rollout.staleness=1", "actor.use_kl_loss=true")
-    overrides = [
-        *sizes,
-        *settings,
-        "actor.ppo_micro_batch_size_per_gpu=4",
-        f"trainer.output_dir={tmp_path}",
-    ]
-    correction = "algorithm.rollout_correction"
-    overrides += [f"{correction}=decoupled_seq_is_rs", f"{correction}.metric_names=both"]
-    assert main(["train", "--config-name", "token_grpo", *overrides]) == 0
-    assert unknown_metrics(tmp_path) == []

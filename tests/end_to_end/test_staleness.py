@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.runs import Train, fingerprint, read_rows, without_timings
+from support.runs import Train, final_state, read_rows, stopped_and_whole
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
-from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.rollout_files import load_rollout, rollout_path
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
@@ -45,31 +41,25 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
 def test_versions_and_decoupled_weights(
     train: Train, tmp_path: Path, model: FlowModel, trained_on: list[Batch], staleness: int
 ) -> None:
-    """Step s is sampled with the LoRA of step max(0, s - 1 - k) and corrected to that of step s
-    - 1.
-    """
-    steps = 4
-    assert (
-        train(
-            f"rollout.staleness={staleness}",
-            "rollout.merge_lora=false",
-            f"trainer.total_training_steps={steps}",
-            "trainer.save_rollouts=true",
-            "trainer.save_freq=1",
-            "trainer.max_checkpoints_to_keep=9",
-            f"{RC}.rollout_is=token",
-            f"{RC}.rollout_is_threshold=1.0001",
-        )
-        == 0
+    """Step s is sampled with the LoRA of step max(0, s - 1 - k); weights are to that of s - 1."""
+    settings = (
+        f"rollout.staleness={staleness}",
+        "rollout.merge_lora=false",
+        "trainer.total_training_steps=4",
+        "trainer.save_rollouts=true",
+        "trainer.save_freq=1",
+        "trainer.max_checkpoints_to_keep=9",
+        f"{RC}.rollout_is=token",
+        f"{RC}.rollout_is_threshold=1.0001",
     )
+    assert train(*settings) == 0
     run = tmp_path / "run"
     network = add_lora(model, ModelConfig(path="x", lora_rank=4, lora_alpha=8), seed=42)
     policy = FlowPolicy(model, network)
     parameters = lora_parameters(network)
+    checkpoints = list_checkpoints(run / "checkpoints")
     versions = [{name: parameter.detach().clone() for name, parameter in parameters.items()}]
-    versions += [
-        load_checkpoint(path).tensors["lora"] for path in list_checkpoints(run / "checkpoints")
-    ]
+    versions += [load_checkpoint(path).tensors["lora"] for path in checkpoints]
 
     def log_probs(batch: Batch, version: int) -> Tensor:
         for name, parameter in parameters.items():
@@ -92,27 +82,13 @@ def test_versions_and_decoupled_weights(
         assert (row["rollout_corr/logprob_abs_diff_max"] > 0) == (version < step - 1)
 
 
-def test_text_is_sampled_ahead_as_well(tmp_path: Path) -> None:
-    settings = [
-        "data.train_batch_size=2",
-        "actor.ppo_mini_batch_size=2",
-        "rollout.n=4",
-        "rollout.val_kwargs.n=4",
-    ]
-    settings += [
-        "actor.ppo_micro_batch_size_per_gpu=8",
-        "trainer.total_training_steps=3",
-        "trainer.device=cpu",
-    ]
-    command = ["train", "--config-name", "token_grpo", *settings, "rollout.staleness=1"]
-    assert main([*command, f"trainer.output_dir={tmp_path}"]) == 0
-    assert [row["rollout/staleness_max"] for row in read_rows(tmp_path)[1:]] == [0, 1, 1]
+def test_text_is_sampled_ahead_as_well(train_text: Train, tmp_path: Path) -> None:
+    assert train_text("rollout.staleness=1", "trainer.total_training_steps=3") == 0
+    assert [row["rollout/staleness_max"] for row in read_rows(tmp_path / "run")[1:]] == [0, 1, 1]
 
 
 def test_an_interrupted_run_ends_bit_equal(train: Train, tmp_path: Path) -> None:
-    """Every command trains one step and evaluates beside the sampling; the whole run evaluates
-    as it goes. Prompts share a state, and some samples are trained on.
-    """
+    """Prompts share a state, and some samples are trained on."""
     settings = (
         "rollout.staleness=2",
         "rollout.dtype=bf16",
@@ -123,16 +99,8 @@ def test_an_interrupted_run_ends_bit_equal(train: Train, tmp_path: Path) -> None
         "trainer.test_freq=1",
         f"{RC}.bypass_mode=false",
     )
-    assert train(*settings, f"trainer.output_dir={tmp_path / 'whole'}") == 0
-    pieces = [*settings, f"trainer.output_dir={tmp_path / 'pieces'}", "trainer.max_time=0.001"]
-    assert [train(*pieces) for _ in range(4)] == [75, 75, 75, 0]
-    states = []
-    for name in ("whole", "pieces"):
-        newest = load_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1])
-        assert {"lora", "lora_step_2", "lora_step_3"} <= newest.tensors.keys()
-        prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
-        states.append((prints, without_timings(read_rows(tmp_path / name))))
-    assert states[0] == states[1]
+    tensors, _, _ = final_state(stopped_and_whole(train, tmp_path, *settings, stops=3))
+    assert {"lora", "lora_step_2", "lora_step_3"} <= tensors.keys()
 
 
 class Lagging(DiffusersEngine):
@@ -160,32 +128,3 @@ def test_without_workers_the_user_is_told_that_nothing_is_gained(
     caplog.clear()
     assert train("trainer.total_training_steps=1", "trainer.output_dir=other") == 0
     assert "without workers" not in caplog.text
-
-
-class Interrupted(DiffusersEngine):
-    """Sends SIGTERM to the process once, while it samples step 3."""
-
-    pending = False
-
-    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        for chunk in super().generate(request):
-            if self.pending and request.prompts.step == 3:
-                type(self).pending = False
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield chunk
-
-
-def test_a_signal_saves_and_the_same_command_goes_on(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = (
-        "rollout.staleness=1",
-        f"rollout.name={__name__}.Interrupted",
-        "trainer.total_training_steps=6",
-    )
-    assert train(*settings, f"trainer.output_dir={tmp_path / 'whole'}") == 0
-    monkeypatch.setattr(Interrupted, "pending", True)
-    assert train(*settings) == 75
-    assert train(*settings) == 0
-    whole, stopped = (without_timings(read_rows(tmp_path / name)) for name in ("whole", "run"))
-    assert whole == stopped

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
-from safetensors.torch import load_file
-from support.launching import wait_for
-from support.runs import Train, Trained, fingerprint, read_rows, without_timings
+from support.runs import (
+    LEFT,
+    STOP,
+    Train,
+    Trained,
+    final_state,
+    fingerprint,
+    read_rows,
+    training_rows,
+)
+from torch import Tensor
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.lora import add_lora
-from flowgrpo_rc.models.lora_files import load_export
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
-from flowgrpo_rc.records.run_folder import RunFolder
 
 RC = "algorithm.rollout_correction"
 ALPHA = {8: (), 6: ("model.lora_alpha=6",)}  # 8 is what `trained` has
@@ -32,76 +35,40 @@ QUICKSTART = (
     f"{RC}.rollout_rs=seq_mean_k1",
     f"{RC}.rollout_rs_threshold=0.5_2.0",
 )
-DOCUMENTED = (
-    *("rollout_is_mean", "rollout_is_max", "rollout_is_min", "rollout_is_eff_sample_size"),
-    *(
-        "rollout_rs_masked_fraction",
-        "rollout_rs_seq_masked_fraction",
-        "kl",
-        "k3_kl",
-        "log_ppl_diff",
-    ),
-    *(
-        "chi2_token",
-        "chi2_seq",
-        "log_ppl_abs_diff",
-        "rollout_is_veto_fraction",
-        "logprob_abs_diff_mean",
-    ),
-)
+DOCUMENTED = {"kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "chi2_token", "chi2_seq"}
+DOCUMENTED |= {"rollout_is_mean", "rollout_is_max", "rollout_is_min", "rollout_is_eff_sample_size"}
+DOCUMENTED |= {"rollout_is_veto_fraction", "rollout_rs_masked_fraction"}
+DOCUMENTED |= {"rollout_rs_seq_masked_fraction", "logprob_abs_diff_mean"}
 
 
 def test_two_steps_with_all_three_text_encoders(trained: Trained) -> None:
     run = trained()
-    names = {path.name for path in run.iterdir()}
-    expected = {
-        "config.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "samples",
-        "checkpoints",
-        "lora",
-        "report.html",
-    }
-    assert expected <= names
+    assert {path.name for path in run.iterdir()} >= LEFT
     rows = read_rows(run)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert {"val/reward", "val/jpeg"} <= rows[0].keys()
-    assert {
-        "actor/grad_norm",
-        "actor/pg_loss",
-        "actor/lr",
-        "zero_std_ratio",
-        "reward/mean",
-    } <= rows[1].keys()
-    assert all(f"rollout_corr/{name}" in rows[1] for name in DOCUMENTED)
+    assert rows[0].keys() >= {"val/reward", "val/jpeg"}
+    written = {"actor/grad_norm", "actor/pg_loss", "actor/lr", "zero_std_ratio", "reward/mean"}
+    assert rows[1].keys() >= written | {f"rollout_corr/{name}" for name in DOCUMENTED}
     assert not any(key.startswith("actor/rollout_corr") for key in rows[1])
     # fp32 rollout in the shape of the training forward: no mismatch at all.
     assert rows[1]["rollout_corr/logprob_abs_diff_max"] == 0
     assert rows[1]["rollout_corr/rollout_is_mean"] == 1
-    assert (run / "samples" / "step_000000.png").is_file()
-    assert (run / "samples" / "step_000002.png").is_file()
+    names = {path.name for path in (run / "samples").iterdir()}
+    assert names >= {"step_000000.png", "step_000002.png"}
 
 
-def test_quickstart_of_the_diffusion_document(train: Train, tmp_path: Path) -> None:
-    assert train(*QUICKSTART, "rollout.dtype=bf16") == 0
-    row = read_rows(tmp_path / "run")[1]
-    assert all(f"actor/rollout_corr/{name}" in row for name in DOCUMENTED)
+def test_quickstart_of_the_diffusion_document(trained: Trained) -> None:
+    row = read_rows(trained(*QUICKSTART, "rollout.dtype=bf16"))[1]
+    assert row.keys() >= {f"actor/rollout_corr/{name}" for name in DOCUMENTED}
     assert not any(key.startswith("rollout_corr/") for key in row)
     assert row["actor/rollout_corr/logprob_abs_diff_max"] > 0
-    timesteps = [key for key in row if key.startswith("actor/rollout_corr/logprob_abs_diff/ts_")]
-    assert timesteps
+    assert any(key.startswith("actor/rollout_corr/logprob_abs_diff/ts_") for key in row)
     assert row["actor/clip_fraction"] > 0
 
 
-def test_decoupled_mode_with_weights_and_rejection(train: Train, tmp_path: Path) -> None:
-    rejecting = (
-        f"{RC}.rollout_is=sequence",
-        f"{RC}.rollout_rs=seq_max_k2",
-        f"{RC}.rollout_rs_threshold=1e-12",
-    )
-    assert train(*rejecting, "rollout.dtype=bf16") == 0
-    row = read_rows(tmp_path / "run")[1]
+def test_decoupled_mode_with_weights_and_rejection(trained: Trained) -> None:
+    rejecting = (f"{RC}.rollout_rs=seq_max_k2", f"{RC}.rollout_rs_threshold=1e-12")
+    row = read_rows(trained(f"{RC}.rollout_is=sequence", *rejecting, "rollout.dtype=bf16"))[1]
     assert row["rollout_corr/rollout_is_mean"] != 1
     assert row["rollout_corr/rollout_rs_seq_masked_fraction"] > 0
 
@@ -135,19 +102,15 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("further", SETTINGS.values(), ids=SETTINGS)
-def test_settings_train(train: Train, tmp_path: Path, further: tuple[str, ...]) -> None:
-    assert train(*further) == 0
-    row = read_rows(tmp_path / "run")[2]
+def test_settings_train(trained: Trained, further: tuple[str, ...]) -> None:
+    row = read_rows(trained(*further))[2]
     assert np.isfinite(row["actor/grad_norm"])
     assert row["actor/grad_norm"] > 0
 
 
 def test_gradient_checkpointing_changes_nothing(trained: Trained) -> None:
-    plain, checkpointed = (
-        fingerprint(load_file(run / "lora" / "pytorch_lora_weights.safetensors"))
-        for run in (trained(), trained("model.gradient_checkpointing=true"))
-    )
-    assert plain == checkpointed
+    checkpointed = trained("model.gradient_checkpointing=true")
+    assert final_state(checkpointed)[0] == final_state(trained())[0]
 
 
 def test_a_finished_run_says_so_and_changes_nothing(
@@ -162,29 +125,9 @@ def test_a_finished_run_says_so_and_changes_nothing(
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_another_setting_in_the_same_folder_is_refused(
-    train: Train, trained: Trained, capsys: pytest.CaptureFixture
-) -> None:
-    assert train(f"trainer.output_dir={trained()}", "actor.optim.lr=2e-3") == 2
-    error = capsys.readouterr().err
-    assert "actor.optim.lr" in error
-    assert "trainer.output_dir" in error
-
-
-def test_a_start_that_failed_does_not_hold_its_folder(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_start_that_failed_does_not_hold_its_folder(train: Train) -> None:
     assert train("rollout.pipeline.height=33") == 2
-    assert "rollout.pipeline.height=33" in capsys.readouterr().err
     assert train("trainer.total_training_steps=1", "trainer.test_freq=-1") == 0
-
-
-def test_a_folder_in_use_is_refused(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    with RunFolder(tmp_path / "run").locked():
-        assert train() == 2
-    assert "in use" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
@@ -221,100 +164,52 @@ def test_exported_lora_gives_bit_equal_images_in_stock_diffusers(
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["folded", "with_metadata"])
 def test_training_goes_on_from_an_exported_lora(
-    trained: Trained, tmp_path: Path, checkpoint: Path, alpha: int
+    trained: Trained, checkpoint: Path, alpha: int
 ) -> None:
     run = trained(*ALPHA[alpha])
-    exported = run / "lora"
-    config = ModelConfig(
-        path=str(checkpoint), lora_rank=4, lora_alpha=alpha, lora_path=str(exported)
-    )
-    model = load_model(config, torch.device("cpu"))
-    transformer = add_lora(model, config, seed=99)
     averages = load_checkpoint(list_checkpoints(run / "checkpoints")[-1]).tensors["ema"]
-    for name, parameter in transformer.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(parameter, averages[name])
+
+    def parameters(alpha: int) -> dict[str, Tensor]:
+        config = ModelConfig(
+            path=str(checkpoint), lora_rank=4, lora_alpha=alpha, lora_path=str(run / "lora")
+        )
+        network = add_lora(load_model(config, torch.device("cpu")), config, seed=99)
+        return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+
+    assert fingerprint(parameters(alpha)) == fingerprint(averages)
     # Another alpha here scales lora_B, so that the effect stays that of the file.
-    stronger = ModelConfig(
-        path=str(checkpoint), lora_rank=4, lora_alpha=16, lora_path=str(exported)
-    )
-    rescaled = load_model(stronger, torch.device("cpu"))
-    for name, parameter in add_lora(rescaled, stronger, seed=0).named_parameters():
-        if parameter.requires_grad:
-            factor = alpha / 16 if "lora_B" in name else 1.0
-            torch.testing.assert_close(parameter.data, factor * averages[name])
-    wrong = ModelConfig(path=str(checkpoint), lora_rank=8, lora_alpha=8, lora_path=str(exported))
-    other = load_model(wrong, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"model\.lora_rank=8"):
-        add_lora(other, wrong, seed=0)
-    empty = ModelConfig(path=str(checkpoint), lora_path=str(tmp_path))
-    with pytest.raises(ValueError, match="pytorch_lora_weights"):
-        load_export(transformer, empty)
-
-
-def test_evaluation_consumes_no_training_randomness(trained: Trained) -> None:
-    runs = (trained(), trained("trainer.test_freq=1"))
-    rows = [without_timings(read_rows(run)) for run in runs]
-    for often, rarely in zip(*rows, strict=True):
-        assert {k: v for k, v in often.items() if not k.startswith("val/")} == {
-            k: v for k, v in rarely.items() if not k.startswith("val/")
-        }
+    for name, parameter in parameters(16).items():
+        factor = alpha / 16 if "lora_B" in name else 1.0
+        torch.testing.assert_close(parameter, factor * averages[name])
 
 
 def test_a_run_without_evaluations_trains_the_same(trained: Trained, tmp_path: Path) -> None:
     """Takes the keys as verl does: val_before_train means the start alone, -1 the end, too."""
     no_start = "trainer.val_before_train=false"
     runs = {
-        "both": trained(),
+        "all": trained("trainer.test_freq=1"),
+        "ends": trained(),
         "end": trained(no_start),
         "none": trained(no_start, "trainer.test_freq=-1"),
     }
-    rows = {name: without_timings(read_rows(run)) for name, run in runs.items()}
     evaluated = {
-        name: [row["step"] for row in found if "val/reward" in row] for name, found in rows.items()
+        name: [row["step"] for row in read_rows(run) if "val/reward" in row]
+        for name, run in runs.items()
     }
-    assert evaluated == {"both": [0, 2], "end": [2], "none": []}
-    assert rows["none"] == [
-        {key: value for key, value in row.items() if not key.startswith("val/")}
-        for row in rows["both"][1:]
-    ]
+    assert evaluated == {"all": [0, 1, 2], "ends": [0, 2], "end": [2], "none": []}
+    for run in runs.values():
+        assert training_rows(run)[-2:] == training_rows(runs["none"])
     run = runs["none"]
     assert "Not evaluated yet" in (run / "report.html").read_text()
     assert "The run was not evaluated." in (run / "lora" / "README.md").read_text()
     assert not list(run.glob("samples/*"))
-    assert main(["compare", str(run), str(runs["both"]), "--out", str(tmp_path / "c.html")]) == 0
-
-
-def _num_rows(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def test_a_signal_finishes_the_step_saves_and_exits_with_75(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    run = tmp_path / "run"
-
-    def send() -> None:
-        wait_for(lambda: _num_rows(run) >= 2)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    assert train("trainer.total_training_steps=50") == 75
-    sender.join()
-    assert "SIGTERM" in capsys.readouterr().out
-    steps = [row["step"] for row in read_rows(run)]
-    assert list_checkpoints(run / "checkpoints")[-1].name == f"step_{steps[-1]}"
-    assert steps[-1] < 50
-    assert (run / "report.html").is_file()
+    assert main(["compare", str(run), str(runs["ends"]), "--out", str(tmp_path / "c.html")]) == 0
 
 
 def test_max_time_stops_and_the_same_command_goes_on(train: Train, tmp_path: Path) -> None:
-    assert train("trainer.max_time=0.001") == 75
-    assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1]
-    assert train("trainer.max_time=0.001") == 0
-    assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1, 2]
+    for code, steps in ((75, [0, 1]), (0, [0, 1, 2])):
+        assert train(STOP) == code
+        assert [row["step"] for row in read_rows(tmp_path / "run")] == steps
 
 
 def test_trackers_and_commands_on_a_run(

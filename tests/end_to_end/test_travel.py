@@ -9,14 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file
-from support.runs import Train, fingerprint, read_rows, without_timings
+from support.runs import Train, final_state, fingerprint, training_rows
 
 import flowgrpo_rc
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import config_folder
-from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 
 # Runs one command line after the other; stops at the first that fails.
 COMMANDS = """
@@ -48,32 +46,19 @@ def elsewhere(root: Path, *commands: list[str]) -> subprocess.CompletedProcess:
     )
 
 
-def final_state(run: Path) -> dict[str, str]:
-    newest = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
+def trained(run: Path) -> tuple[object, ...]:
+    """Returns what training came to; an extended run was evaluated once more."""
     exported = load_file(run / "lora" / "pytorch_lora_weights.safetensors")
-    return prints | {"export": fingerprint(exported)}
-
-
-def training_rows(run: Path) -> list[dict]:
-    """Returns the metrics of training; an extended run was evaluated once more."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith("val/")}
-        for row in without_timings(read_rows(run))
-    ]
-
-
-@pytest.fixture
-def bundled_run(overrides: list[str]) -> list[str]:
-    """Overrides of a small run of the bundled model on its own prompts."""
-    own = ("model.path=", "data.train_files=", "data.val_files=", "trainer.output_dir=")
-    return [word for word in overrides if not word.startswith(own)]
+    return final_state(run)[0], fingerprint(exported), training_rows(run)
 
 
 def test_a_run_goes_on_under_another_installation_as_if_it_had_stayed(
-    bundled_run: list[str], tmp_path: Path
+    overrides: list[str], tmp_path: Path
 ) -> None:
-    settings = [*bundled_run, "actor.optim.lr_scheduler=constant"]
+    """A run of the bundled model on its own prompts."""
+    own = ("model.path=", "data.train_files=", "data.val_files=", "trainer.output_dir=")
+    settings = [word for word in overrides if not word.startswith(own)]
+    settings.append("actor.optim.lr_scheduler=constant")
     one, two = "trainer.total_training_steps=1", "trainer.total_training_steps=2"
     assert main(["train", *settings, two, f"trainer.output_dir={tmp_path / 'whole'}"]) == 0
     assert main(["train", *settings, one, f"trainer.output_dir={tmp_path / 'short'}"]) == 0
@@ -90,8 +75,7 @@ def test_a_run_goes_on_under_another_installation_as_if_it_had_stayed(
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(str(other))
     assert "step 2/2" in done.stdout
-    assert final_state(other / "moved") == final_state(tmp_path / "whole")
-    assert training_rows(other / "moved") == training_rows(tmp_path / "whole")
+    assert trained(other / "moved") == trained(tmp_path / "whole")
     assert "tiny_glyph_sd3" not in (other / "compare.html").read_text()  # no setting differs
 
 
@@ -102,5 +86,4 @@ def test_an_extended_run_equals_one_of_the_whole_length(train: Train, tmp_path: 
         folder = f"trainer.output_dir={tmp_path / name}"
         for length in lengths:
             assert train(*settings, f"trainer.total_training_steps={length}", folder) == 0
-    assert final_state(tmp_path / "extended") == final_state(tmp_path / "whole")
-    assert training_rows(tmp_path / "extended") == training_rows(tmp_path / "whole")
+    assert trained(tmp_path / "extended") == trained(tmp_path / "whole")
