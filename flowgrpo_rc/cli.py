@@ -48,13 +48,10 @@ LIBRARIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command: that of `argv`, or else of the process.
 
-    Args:
-      argv: the words after `flowgrpo-rc`; None takes them from the process.
-
-    Returns:
-      The exit code: 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early.
+    Returns the exit code: 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped
+    early.
     """
     with lasting_streams():
         return _run(sys.argv[1:] if argv is None else list(argv))

@@ -53,8 +53,7 @@ def loading(where: str) -> Iterator[None]:
 def unasked() -> Iterator[None]:
     """Takes the standard input away meanwhile, so that libraries refuse where they would ask.
 
-    transformers asks whether to run a model's code wherever it was not told, and a pipeline does
-    not tell its components. Use it in one thread: several would give back each other's input.
+    Use it in one thread: several would give back each other's input.
     """
     given, sys.stdin = sys.stdin, None
     try:

@@ -81,10 +81,8 @@ def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
 def check_options(
     cls: type, options: Mapping[str, object], where: str, *, others: Sequence[str] = ()
 ) -> None:
-    """Checks the names of options against the parameters of a constructor.
-
-    `where` is the key that the options come from, and `others` is what the same section takes
-    besides, for the message.
+    """Checks the names of options of `where` against a constructor; `others` are allowed there,
+    too.
     """
     parameters = inspect.signature(cls).parameters
     allowed = [name for name, parameter in parameters.items() if parameter.kind in _KEYWORD_KINDS]

@@ -67,11 +67,7 @@ class Bound(NamedTuple):
 
 
 def bound_of(config: Config, differences: Tensor, measured: Evaluation) -> Bound | None:
-    """Measures what the configured loss bounds; None if it clips nothing, or names no bound.
-
-    `measured` has a KL if the loss compares means, and the centered log-ratio to the engine if the
-    correction is centered.
-    """
+    """Measures what the configured loss bounds; None if it clips nothing, or names no bound."""
     if config.algorithm.rollout_correction.loss_type == "reinforce":
         return None
     loss = config.actor.diffusion_loss.step_loss()

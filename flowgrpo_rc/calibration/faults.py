@@ -302,10 +302,7 @@ def rescheduled(schedule: Schedule, piece: DiffusionBatch) -> DiffusionBatch:
 
 
 def shifted(timesteps: Tensor, shift: float, piece: DiffusionBatch) -> DiffusionBatch:
-    """Moves a step to the schedule shift x sigma / (1 + (shift - 1) x sigma).
-
-    The timesteps of the configured schedule, [S], move in proportion to the sigmas.
-    """
+    """Moves a step, its timestep in proportion, to shift x sigma / (1 + (shift - 1) x sigma)."""
     sigmas = shift * piece.sigmas / (1 + (shift - 1) * piece.sigmas)
     others = timesteps * (sigmas / piece.sigmas)[:-1]
     return piece.replace(sigmas=sigmas, all_timesteps=others[piece.step_indices])

@@ -91,8 +91,7 @@ def check_means(batch: DiffusionBatch) -> list[tuple[str, str]]:
 def check_prompts(rollout: RecordedRollout, model: FlowModel) -> list[tuple[str, str]]:
     """Compares recorded conditioning with what the trainer's encoders make of the prompts.
 
-    An engine that encodes itself may record the conditioning of another text. That makes no
-    mismatch.
+    An engine that encodes itself may record that of another text, which makes no mismatch.
     """
 
     def differs(others: Sequence[Prompt]) -> bool:

@@ -118,9 +118,8 @@ class Folder:
 
 
 def draw(found: Calibration, path: Path) -> None:
-    """Draws the mean |difference| by timestep.
-
-    A colour stands for a precision, dashes for the other guidance, crosses for copies.
+    """Draws the mean |difference| by timestep, with crosses for copies and dashes for other
+    guidance.
     """
     from matplotlib.figure import Figure
 

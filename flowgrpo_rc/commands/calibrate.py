@@ -210,10 +210,7 @@ def compare(
 
 
 def same_as_trainer(config: Config) -> str | None:
-    """Returns the precision in which a copy is the trainer's network once more.
-
-    A copy with a merged LoRA rounds otherwise. None under autocast, which no copy has.
-    """
+    """Returns the precision in which a copy is the trainer's network; None under autocast."""
     return config.model.dtype if config.trainer.mixed_precision == "no" else None
 
 

@@ -44,10 +44,7 @@ Callback = Callable[[int, Mapping[str, float]], bool | None]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains as `arguments.composition` says; with `--dry-run` only checks it.
-
-    A run of several processes comes here in each of them: `composing.prepare` has started them.
-    """
+    """Trains as `arguments.composition` says; with `--dry-run` only checks it."""
     config = unchecked_config(arguments.composition.config)
     if arguments.dry_run:
         device = device_of(config)
@@ -70,18 +67,8 @@ def run(
 ) -> str | None:
     """Checks the settings and trains as they say, in this process or as one that was launched.
 
-    Args:
-      config: the settings; a signal or `trainer.max_time` ends the run after the present step.
-      callbacks: called after each step on the main process; see `Callback`.
-      quiet: True prints nothing.
-      at_once: what a second SIGTERM or SIGINT does; see `StopRequest`.
-
-    Returns:
-      Why the run stopped early, or None if it is complete.
-
-    Raises:
-      ValueError: the settings cannot work; nothing has been trained.
-      CheckpointError: the checkpoint to go on from is damaged.
+    A signal or `trainer.max_time` ends the run after the present step; `at_once` is that of
+    `StopRequest`. Returns why the run stopped early, or None if it is complete.
     """
     with StopRequest(config.trainer.max_time, at_once=at_once) as stop:
         try:

@@ -60,7 +60,6 @@ def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpo
     """Returns the newest whole checkpoint of the output folder; None for a new run.
 
     Damaged ones that are newer are passed over; `set_aside_after` moves them out of the way.
-    ValueError if the run there is going on, has other settings or inputs, or was to be a new one.
     """
     folder = RunFolder(Path(config.trainer.output_dir))
     folder.check_free()

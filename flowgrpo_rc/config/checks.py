@@ -63,18 +63,8 @@ def check_run(
     """Checks everything that can be checked without loading a model.
 
     What needs only this machine comes first, then the small files of the model, which may have to
-    be fetched from the hub.
-
-    Args:
-      config: the settings.
-      device: what the run would use, `device_of(config)`.
-      num_processes: how many processes share a step.
-      samples: whether the rollout engine is used; False for an evaluation.
-      trains: whether something is trained, into `trainer.output_dir`.
-
-    Raises:
-      ValueError: names the key, the value and what is allowed.
-      CheckpointError: the checkpoint to go on from is damaged.
+    be fetched from the hub. `samples` is False where no engine is used, as in an evaluation, and
+    `trains` where nothing is written to `trainer.output_dir`.
     """
     prompts = check_inputs(config, num_processes=num_processes, trains=trains)
     if samples:
@@ -130,9 +120,8 @@ def batch_bytes(config: Config, model: FlowModel, num_processes: int) -> int:
 
 
 def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | None:
-    """Checks settings and rewards against the model at `model.path`, none of whose weights is read.
-
-    Returns the model on the meta device, with its LoRA; None for a language model.
+    """Checks settings and rewards against the model, and returns it on the meta device, with its
+    LoRA; None for a language model.
     """
     if config.model.kind != "diffusion":
         return None

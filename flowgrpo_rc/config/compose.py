@@ -209,10 +209,7 @@ def _register_resolvers() -> None:
 def _translated(
     composed: DictConfig, file: ConfigFile, correction: dict[str, Any]
 ) -> tuple[DictConfig, list[str]]:
-    """Returns the typed tree, and notes on what was translated.
-
-    Its rollout correction, from files and command line, is in this project's words.
-    """
+    """Returns the typed tree, its rollout correction in this project's words, and notes on that."""
     tree: Any = OmegaConf.to_container(composed)
     in_file = merged(
         (path, section_of(tree[path.split(".")[0]].pop("rollout_correction")))

@@ -106,10 +106,9 @@ def processes_here(config: Config) -> int:
 def limit_threads(*, quiet: bool = False) -> None:
     """Lets a process that is alone use no more threads than are safe on this machine, and says so.
 
-    On two cores that is one thread. Two wait for each other whenever another program uses a core:
-    beside one busy core two threads do 3 forwards and backwards of the bundled model a second and
-    one does 7.7; on idle cores they do 11 and 8.5. On more cores nothing has been measured, and
-    torch's number stays, as far as there are so many cores. OMP_NUM_THREADS overrules this.
+    On two cores that is one thread: two wait for each other whenever another program uses a core.
+    Beside one busy core two threads do 3 forwards and backwards of the bundled model a second and
+    one does 7.7; on idle cores they do 11 and 8.5. OMP_NUM_THREADS overrules this.
     """
     if launched_processes() is not None or "OMP_NUM_THREADS" in os.environ:
         return

@@ -117,8 +117,8 @@ class Config:
         return 2 * steps + 1 if self.keep_means() else steps + 1
 
     def clip_ratio(self) -> float | None:
-        """Returns the narrower half-width of the PPO band on a step's own ratio; None for none, and
-        for a band that follows the mismatch.
+        """Returns the narrower half-width of the PPO band; None for none, or if it follows the
+        mismatch.
         """
         if self.algorithm.rollout_correction.loss_type == "reinforce":
             return None
@@ -184,9 +184,8 @@ class Config:
         return relative_size(rollout.spec().dtype, self.model.dtype, self.trainer.mixed_precision)
 
     def why_recompute(self) -> str | None:
-        """Returns why the old policy of the first mini-batch takes forwards of its own.
-
-        None if that mini-batch's own forwards serve, or if the old policy is the rollout's.
+        """Returns why the old policy of the first mini-batch takes forwards of its own; None if
+        not.
         """
         if self.algorithm.rollout_correction.corrects_in_loss or self.knows_no_log_probs():
             return None
