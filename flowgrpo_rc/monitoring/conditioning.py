@@ -24,15 +24,9 @@ EVERY = 100  # iterations after which prompts are encoded again
 def conditioning_error(
     model: FlowModel, batch: DiffusionBatch, prompts: Sequence[Prompt]
 ) -> Tensor:
-    """Compares the recorded conditioning of each prompt with the trainer's own.
+    """Returns the `difference` of each distinct prompt, [N], in the order in which they occur.
 
-    Args:
-      model: the trainer's model, whose text encoders are asked.
-      batch: the recorded samples.
-      prompts: the prompt of each sample, [B].
-
-    Returns:
-      `difference` of each distinct prompt, [N], in the order in which they occur.
+    `prompts` are those of the B samples.
     """
     # The last sample of a text and its images stands for all of them.
     row_of = {(prompt.text, prompt.images): row for row, prompt in enumerate(prompts)}
@@ -48,14 +42,7 @@ def difference(theirs: Conditioning, ours: Conditioning) -> Tensor:
 
     The median keeps a token with a small embedding from counting as a large difference. Encoders of
     two precisions differ by some hundredths, other tokens by about 1. Prompts with other numbers of
-    tokens differ by 1 at least.
-
-    Args:
-      theirs: conditioning of N prompts, [N, L, E].
-      ours: of the same prompts; it may be padded to another length.
-
-    Returns:
-      [N] fp32.
+    tokens differ by 1 at least; a padding of another length is no difference. Returns [N] fp32.
     """
     ours_mask = ours.tokens()
     theirs_mask = theirs.tokens()

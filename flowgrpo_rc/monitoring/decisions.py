@@ -17,27 +17,16 @@ from flowgrpo_rc.batch import Batch
 
 
 class Decision(NamedTuple):
-    """One decision of the correction about some samples.
+    """One decision of the correction about some samples; all but `seed` are [b, t]."""
 
-    Attributes:
-      seed: which samples, [b] int64.
-      training_log_probs: by the training graph, [b, t].
-      rollout_log_probs: by the rollout, [b, t].
-      step_mask: the steps that exist, [b, t] bool.
-      keep_mask: the steps that were kept, [b, t] bool.
-      cells: `Policy.cells` of the steps, [b, t] int64.
-      step_kl: exact KL of each step, [b, t]; None if the policy has none.
-      num_elements: number of elements that a log-prob is the mean of.
-    """
-
-    seed: Tensor
+    seed: Tensor  # which samples, [b] int64
     training_log_probs: Tensor
     rollout_log_probs: Tensor
-    step_mask: Tensor
-    keep_mask: Tensor
-    cells: Tensor
-    step_kl: Tensor | None
-    num_elements: int
+    step_mask: Tensor  # the steps that exist
+    keep_mask: Tensor  # the steps that were kept
+    cells: Tensor  # `Policy.cells` of the steps
+    step_kl: Tensor | None  # exact KL of each step, if the policy has one
+    num_elements: int  # that a log-prob is the mean of
 
     @property
     def difference(self) -> Tensor:
@@ -64,7 +53,7 @@ class Decisions:
         keep_mask: Tensor,
         step_kl: Tensor | None,
     ) -> None:
-        """Adds a decision about the samples of a batch; the arguments are those of `Decision`."""
+        """Adds a decision about the samples of a batch."""
         assert batch.rollout_log_probs is not None
         self._decisions.append(
             Decision(
@@ -81,20 +70,15 @@ class Decisions:
 
     def take(self) -> list[Decision]:
         """Returns the decisions of the step that is over and starts anew."""
-        decisions = self._decisions
-        self._decisions = []
+        decisions, self._decisions = self._decisions, []
         return decisions
 
 
 def worst_rejected(decisions: list[Decision], limit: int) -> list[tuple[Decision, int]]:
-    """Returns the samples with a rejected step, those with the largest |difference| first.
+    """Returns at most `limit` samples with a rejected step, the largest |difference| first.
 
     A sample occurs once, as the decision and row with its largest difference. A difference that is
     not finite comes before all others. This waits for the device twice.
-
-    Args:
-      decisions: the decisions of the step.
-      limit: number of samples, at most.
     """
     if not decisions:
         return []

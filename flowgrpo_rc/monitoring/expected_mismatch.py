@@ -43,12 +43,8 @@ def relative_size(rollout: str, dtype: str, mixed_precision: str) -> float | Non
     """Returns the expected mismatch relative to the measured one.
 
     It is 0 for exact precisions and None if nothing can be measured: for weights in fp64, and for
-    weights in bf16 with a rollout in another precision.
-
-    Args:
-      rollout: precision of the rollout as in specs, `bf16+int8`.
-      dtype: precision of the training weights.
-      mixed_precision: autocast of the training graph; "no" for none.
+    weights in bf16 with a rollout in another precision. `rollout` is a precision as in specs,
+    `bf16+int8`; `dtype` and `mixed_precision` are those of the training graph.
     """
     if dtype == "bf16":
         return 1.0 if rollout == "bf16" else None
@@ -63,8 +59,7 @@ def relative_size(rollout: str, dtype: str, mixed_precision: str) -> float | Non
 def unquantized_share(rollout: str, dtype: str, mixed_precision: str) -> float | None:
     """Returns what is left of the expected mismatch if a quantization is not applied.
 
-    None if the rollout is not quantized, or if nothing can be measured. The arguments are those of
-    `relative_size`.
+    None if the rollout is not quantized, or if nothing can be measured.
     """
     sampled, _, quantization = rollout.partition("+")
     size = relative_size(rollout, dtype, mixed_precision)
@@ -80,9 +75,7 @@ class ExpectedMismatch:
     measurement goes on over further iterations until it has enough observations.
 
     Args:
-      policy: the training graph.
       other: the same policy, rounded in another way.
-      processes: the processes that share a batch.
       size: from `relative_size`.
       least: the smallest expectation.
       micro_batch_size: rows in one forward.
@@ -110,14 +103,7 @@ class ExpectedMismatch:
         self._sums: Tensor | None = None  # of a measurement that goes on
 
     def due(self, step: int, batch: Batch) -> bool:
-        """Returns True if `measure` has to be called in this step, the same on all processes.
-
-        Never, if nothing is rounded.
-
-        Args:
-          step: number of the step; the first is 1.
-          batch: the samples of this process.
-        """
+        """Returns True if `measure` has to be called in this step, the same on all processes."""
         if self._size == 0:
             return False
         if self._measured is None or self._sums is not None or step % EVERY in (1, 2):
@@ -129,10 +115,6 @@ class ExpectedMismatch:
         """Evaluates all samples twice, without gradient, and keeps the mean of each cell.
 
         With too few samples the means before stay, and the sums are kept for the next call.
-
-        Args:
-          batch: the samples of this process.
-          num_cells: C.
         """
         policy, other = self._policies
         log_probs = policy.log_probs(batch, self._micro_batch_size).double()
@@ -153,8 +135,7 @@ class ExpectedMismatch:
     def values(self, like: Tensor) -> Tensor:
         """Returns the expectation of each cell [C]; nan for cells that had too few samples.
 
-        Args:
-          like: a tensor [..., C] of the wanted device and dtype.
+        `like` is a tensor [..., C] of the wanted device and dtype.
         """
         if self._measured is None:
             return torch.full_like(like[0], math.nan if self._size else self._least)
@@ -174,14 +155,7 @@ class ExpectedMismatch:
 
 
 def by_cell(difference: Tensor, known: Tensor, cells: Tensor, num_cells: int) -> Tensor:
-    """Returns sum of |difference| and number of observations of each cell, [2, C] float64.
-
-    Args:
-      difference: [b, t].
-      known: bool, [b, t]; other steps are left out.
-      cells: the cell of each step, [b, t] int64.
-      num_cells: C.
-    """
+    """Returns sum of |difference| and number of known steps of each cell, [2, C] float64."""
     numbers = torch.arange(num_cells, device=cells.device)
     here = (cells.flatten().unsqueeze(1) == numbers) & known.flatten().unsqueeze(1)
     sizes = torch.where(known, difference.abs(), 0.0).flatten().unsqueeze(1)

@@ -29,11 +29,10 @@ class Guards:
         self._count = 0
 
     def judge(self, metrics: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
-        """Takes in a step's reward, and yields what each guard of the step says.
+        """Takes in a step's reward, and yields the name of each guard of the step and a sentence.
 
-        Yields:
-          The name of a guard, and a sentence if it has fallen beyond its interval while the reward
-          has risen beyond its noise; "" if not.
+        It is "" unless the guard has fallen beyond its interval while the reward has risen beyond
+        its noise.
         """
         reward = metrics.get(REWARD)
         if reward is not None and math.isfinite(reward):

@@ -78,15 +78,7 @@ def check_rollout_correction_health(
 
 
 def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
-    """Finds the full name of a correction metric.
-
-    Args:
-      metrics: metrics of a step.
-      name: verl's name of the metric, without prefix.
-
-    Returns:
-      The name under which `metrics` holds it, verl's or slime's; None if it does not.
-    """
+    """Finds the full name, verl's or slime's, under which metrics hold verl's `name`; else None."""
     prefixes = (DECOUPLED_PREFIX, BYPASS_PREFIX)
     candidates = (prefix + known for known in other_names(name) for prefix in prefixes)
     return next((candidate for candidate in candidates if candidate in metrics), None)
@@ -174,11 +166,7 @@ class HealthMonitor:
     not finite is reported at once. The state goes into the checkpoint, so a resumed run warns like
     an uninterrupted one.
 
-    Args:
-      config: settings of the correction.
-      text: whether a language model is trained.
-      fresh: whether the weights that are trained made the samples.
-      unquantized: `unquantized_share` of the rollout; None without a quantization.
+    Its options are those of `Setup`.
     """
 
     def __init__(

@@ -27,25 +27,15 @@ _KEY = "algorithm.rollout_correction"
 
 
 class Setup(NamedTuple):
-    """Holds what the rules know of a run; the settings of its correction are parsed once.
+    """Holds what the rules know of a run; the settings of its correction are parsed once."""
 
-    Attributes:
-      recompute: the setting that takes old log-probs from the training graph; "" if they are.
-      weight_bound: upper bound of the importance weights; inf without weights.
-      criteria: the rejection criteria as the user wrote them; "" for none.
-      keeps_rejected: whether rejected steps stay in the denominator.
-      text: whether samples are responses of a language model, not images.
-      fresh: whether the weights that are trained made the samples, and not older ones.
-      unquantized: `unquantized_share` of the rollout; None where it tells nothing.
-    """
-
-    recompute: str
-    weight_bound: float
-    criteria: str
-    keeps_rejected: bool
-    text: bool
-    fresh: bool
-    unquantized: float | None
+    recompute: str  # the setting that takes old log-probs from the training graph; "" if they are
+    weight_bound: float  # of the importance weights; inf without weights
+    criteria: str  # of rejection, as the user wrote them; "" for none
+    keeps_rejected: bool  # in the denominator
+    text: bool  # samples are responses of a language model, not images
+    fresh: bool  # the weights that are trained made the samples, and not older ones
+    unquantized: float | None  # `unquantized_share` of the rollout; None where it tells nothing
 
     @classmethod
     def of(

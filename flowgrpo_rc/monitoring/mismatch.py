@@ -47,12 +47,9 @@ class MismatchMonitor:
         """Takes what the mismatch is compared with.
 
         Args:
-          policy: the training graph; it knows the cells.
-          processes: the processes of the run.
           clip_ratio: half-width of the PPO band of a step's own ratio; None if the loss has no such
             band.
           expected: what the precisions explain; None if nobody can say.
-          metric_names: `verl`, `slime` or `both`.
         """
         self._policy = policy
         self._processes = processes
@@ -95,9 +92,7 @@ class MismatchMonitor:
     def finish(self, *, old_is_rollout: bool) -> MetricBag:
         """Ends the iteration and returns its metrics, the same on all processes.
 
-        Args:
-          old_is_rollout: whether the old policy's log-probs are the rollout's, so that current -
-            old contains the mismatch.
+        If the old policy's log-probs are the rollout's, current - old contains the mismatch.
         """
         assert self._names is not None
         differences = self._processes.gather_ragged(torch.cat(self._differences))
@@ -157,13 +152,10 @@ class MismatchMonitor:
 
 
 def spread(differences: Tensor, clip_ratio: float | None) -> MetricBag:
-    """Measures the size of differences: percentiles, maximum and robust standard deviation.
+    """Measures the size of differences [N] float64, nan left out: percentiles, maximum, deviation.
 
-    The robust standard deviation is 1.4826 times the median absolute deviation.
-
-    Args:
-      differences: training - rollout, [N] float64; nan is left out.
-      clip_ratio: half-width of the PPO band; the median size over it is `mismatch_over_clip`.
+    The robust standard deviation is 1.4826 times the median absolute deviation. The median size
+    over the half-width of the PPO band is `mismatch_over_clip`.
     """
     metrics = MetricBag()
     known = torch.isfinite(differences).any()
@@ -198,14 +190,8 @@ def drift(after: Tensor, mismatch: Tensor) -> tuple[Tensor, Tensor]:
     """Computes how far the policy moved: |current - old| without the mismatch that it contains.
 
     Movement and mismatch are taken as independent and of one shape, so the squares of their mean
-    sizes add up.
-
-    Args:
-      after: sum of |current - old| and number of steps by cell, [2, C].
-      mismatch: the same of |training - rollout| before the update, [2, C].
-
-    Returns:
-      Sum and number over the cells that both know.
+    sizes add up. Both are sums of sizes and numbers of steps by cell, [2, C]; returned are sum and
+    number over the cells that both know.
     """
     both = (after[1] > 0) & (mismatch[1] > 0)
     total, noise = (sums[0] / sums[1].clamp(min=1) for sums in (after, mismatch))
@@ -214,26 +200,16 @@ def drift(after: Tensor, mismatch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def over(sums: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the sum and number of |difference| / expected.
-
-    Args:
-      sums: sum of |difference| and number of steps by cell, [2, C].
-      expected: expected |difference| of each cell, [C]; cells with nan are left out.
-    """
+    """Computes sum and number of |difference| / expected from `by_cell` [2, C]; leaves out nan."""
     known = torch.isfinite(expected)
     return select(sums[0] / expected, known).sum(), select(sums[1], known).sum()
 
 
 def advised_clip_ratio(p99: float) -> float:
-    """Returns the least band of one significant digit that holds 99% of the differences.
-
-    Args:
-      p99: 99th percentile of the sizes of the pre-update differences.
-    """
+    """Returns the least band of one significant digit that holds 99% of the differences."""
     power = 10.0 ** math.floor(math.log10(p99))
-    digit = math.ceil(
-        p99 / power * (1 - 1e-9)
-    )  # a rounding error above a digit is not the next one
+    # A rounding error above a digit is not the next one.
+    digit = math.ceil(p99 / power * (1 - 1e-9))
     return float(f"{digit * power:.0e}")
 
 

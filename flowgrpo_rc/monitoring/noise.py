@@ -20,7 +20,6 @@ Legend:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,13 +39,10 @@ SIGMAS = 8.0
 
 
 def observe_noise(batch: DiffusionBatch, *, seeded: bool) -> MetricBag:
-    """Measures the noise of a recorded batch; full names.
+    """Measures the noise of whole groups as the engine recorded them; full names.
 
     It looks at K elements. The results do not depend on how groups are spread over processes.
-
-    Args:
-      batch: the rollout, as the engine recorded it: whole groups, one after the other.
-      seeded: whether the engine says that it draws `seed_noise`.
+    `seeded` tells whether the engine says that it draws `seed_noise`.
     """
     metrics = MetricBag()
     if batch.num_steps == 0 or batch.num_elements < FEWEST_ELEMENTS:
@@ -71,13 +67,9 @@ def observe_noise(batch: DiffusionBatch, *, seeded: bool) -> MetricBag:
 
 
 def variance_off(mean_square: float, count: float) -> float:
-    """Computes how far a mean square is from 1, beyond 8 statistical errors.
+    """Computes how far a mean square of `count` normal numbers is from 1, beyond 8 errors.
 
-        max(|mean_square - 1| - 8 sqrt(2 / count), 0)
-
-    Args:
-      mean_square: of standard normal numbers, as they should be.
-      count: how many.
+    max(|mean_square - 1| - 8 sqrt(2 / count), 0)
     """
     return max(abs(mean_square - 1) - SIGMAS * math.sqrt(2 / count), 0.0)
 
@@ -88,9 +80,7 @@ def rollout_noise(batch: DiffusionBatch, num_elements: int | None = None) -> tup
         e = (x' - m) / s    with the rollout's means,
         y = (x' - a x) / s  without
 
-    Args:
-      batch: the recorded steps.
-      num_elements: K, elements that are looked at, spread over the latent; None for all.
+    K elements are looked at, spread over the latent; None for all.
 
     Returns:
       The noise, [B, T, K] fp32, and the variance in it that is none of the noise's, [B, T]: 0 with
@@ -134,9 +124,6 @@ def mean_squares(batch: DiffusionBatch) -> Tensor:
         peers     mean_D[e^2] = -log_prob / s^2
 
     It is 1 +- sqrt(2 / D) for standard normal noise.
-
-    Args:
-      batch: the recorded steps, with rollout log-probs.
     """
     assert batch.rollout_log_probs is not None
     log_probs = batch.rollout_log_probs.double()
@@ -182,18 +169,12 @@ def shared_noise(y: Tensor, excess: Tensor, group_size: int) -> Tensor:
 
 
 def follows_seed(batch: DiffusionBatch) -> Tensor:
-    """Computes how much of a step's noise is that of its sample's seed.
+    """Computes how much of the noise of one step [B, 1] is that of its sample's seed, [B].
 
         mean_D[y n] / mean_D[n^2],   n = normal(shape, seeds, "step", step)
 
     It is 1 if the rollout drew n and 0 if it drew other noise, +- sqrt((1 + excess) / D) without
     means.
-
-    Args:
-      batch: one step of some samples, [B, 1].
-
-    Returns:
-      [B].
     """
     y, _ = rollout_noise(batch)
     drawn = seed_noise(batch)[:, 0].flatten(1).to(y.device)
@@ -204,15 +185,9 @@ def seed_noise(batch: DiffusionBatch) -> Tensor:
     """Draws the noise of every step that follows from the samples' seeds, [B, T, ...] on the CPU.
 
     The engines of this project draw it (`RolloutEngine.draws_seed_noise`).
-
-    Args:
-      batch: says which steps and seeds; the seeds are read back from the device.
     """
     shape = batch.all_latents.shape[2:]
     # One transfer for both.
     columns = torch.cat([batch.seed.unsqueeze(1), batch.step_indices], 1).tolist()
-    return torch.stack([_noise_of(shape, seed, steps) for seed, *steps in columns])
-
-
-def _noise_of(shape: Sequence[int], seed: int, steps: Sequence[int]) -> Tensor:
-    return torch.cat([normal(shape, [seed], "step", step) for step in steps])
+    drawn = [normal(shape, [seed], "step", step) for seed, *steps in columns for step in steps]
+    return torch.cat(drawn).reshape(*batch.step_indices.shape, *shape)

@@ -34,15 +34,10 @@ _LUMA = (0.299, 0.587, 0.114)  # of red, green and blue, as in ITU-R BT.601
 
 
 class PictureFacts(NamedTuple):
-    """Holds what is kept of pictures.
+    """Holds what is kept of pictures, in float64."""
 
-    Attributes:
-      statistics: those of `STATISTICS`, each from 0 to 1, float64, [N, K].
-      colours: mean colours of `CELLS` x `CELLS` cells, float64, [N, C].
-    """
-
-    statistics: Tensor
-    colours: Tensor
+    statistics: Tensor  # those of `STATISTICS`, each from 0 to 1, [N, K]
+    colours: Tensor  # mean colours of `CELLS` x `CELLS` cells, [N, C]
 
     @classmethod
     def of(cls, samples: np.ndarray) -> PictureFacts:
@@ -63,19 +58,13 @@ def observe_pictures(facts: PictureFacts, group: Tensor) -> MetricBag:
     """Reports each statistic under `pictures/`, with its standard deviation as `NAME_std`.
 
     `diversity` is how far the pictures of one prompt differ: the standard deviation of a cell's
-    colour over the group, as root mean square over cells and channels.
-
-    Args:
-      facts: of the pictures, [N].
-      group: the group of each picture, int64, [N]; whole groups.
+    colour over the group, as root mean square over cells and channels. Groups [N] are whole.
     """
     metrics = MetricBag()
     columns = dict(zip(STATISTICS, facts.statistics.unbind(1), strict=True))
+    own_colours = [facts.colours[group == one] for one in group.unique().tolist()]
     columns[DIVERSITY] = torch.stack(
-        [
-            facts.colours[group == one].var(0, correction=0).mean().sqrt()
-            for one in group.unique().tolist()
-        ]
+        [colours.var(0, correction=0).mean().sqrt() for colours in own_colours]
     )
     for name, values in columns.items():
         mean, square = f"pictures/{name}", f"pictures/_{name}_square"
@@ -105,12 +94,8 @@ class PictureWatch:
             drift = max_k |mean_k - base mean_k| / max(base std_k, LEAST_SPREAD)
             reward_gain = (mean reward - base mean) / base std
 
-        Args:
-          metrics: metrics of a step.
-
-        Returns:
-          `pictures/drift` and `pictures/reward_gain`. The latter is missing if the rewards of the
-          base are all equal; both, if the step has no pictures, or if it belongs to the base.
+        The gain is missing if the rewards of the base are all equal; both, if the step has no
+        pictures, or if it belongs to the base.
         """
         now = {
             name: value

@@ -26,15 +26,8 @@ def observe_images(
     """Measures what an engine stores, draws and encodes, and its pictures; full names.
 
     The share of latents that 16 bits hold is 1 if an engine rounds what it stores, and one in
-    thousands if not. Prompts are encoded again in step 1 and every `EVERY` steps.
-
-    Args:
-      model: the trainer's model.
-      batch: the samples, [B].
-      prompts: the prompt of each of them, [B]; empty for samples that come from files.
-      facts: what was measured of the pictures, [B]; None if none were decoded.
-      step: the step that they are for; the first is 1.
-      seeded: whether the engine says that it draws the noise of the samples' seeds.
+    thousands if not. Prompts are encoded again in step 1 and every `EVERY` steps; samples from
+    files have none. `facts` are None if no pictures were decoded.
     """
     metrics = observe_noise(batch, seeded=seeded)
     stored = batch.all_latents[:, -1]
@@ -47,13 +40,8 @@ def observe_images(
 
 
 def staleness(policy_version: Tensor, step: int) -> MetricBag:
-    """Measures how many steps the weights were behind, and which they were.
-
-    Args:
-      policy_version: version of the weights that made each sample, [B] int64.
-      step: the step that the samples are for, from 1; fresh weights have the version step - 1.
-    """
-    behind = step - 1 - policy_version
+    """Measures how many steps the weights of each sample [B] were behind, and which they were."""
+    behind = step - 1 - policy_version  # fresh weights have the version step - 1
     metrics = MetricBag()
     metrics.mean("rollout/staleness_mean", behind)
     metrics.max("rollout/staleness_max", behind)

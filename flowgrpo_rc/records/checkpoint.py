@@ -40,17 +40,11 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """The state of a run after a step.
+    """The state of a run after a step."""
 
-    Attributes:
-      step: the last step that is in it.
-      tensors: stem of a file (`lora`, `optimizer`, `ema`, ...) -> name -> tensor.
-      state: further values, which JSON can hold.
-    """
-
-    step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    state: Mapping[str, Any]
+    step: int  # the last that is in it
+    tensors: Mapping[str, Mapping[str, Tensor]]  # by stem of a file (`lora`, `ema`) and name
+    state: Mapping[str, Any]  # further values, which JSON can hold
 
     def older_weights(self) -> dict[int, Mapping[str, Tensor]]:
         """Returns the LoRAs of earlier steps that rollouts still to come need, by step."""
@@ -61,10 +55,8 @@ class Checkpoint:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     """Writes `folder/step_N` and deletes all but the newest `keep` checkpoints, this one included.
 
-    A failure leaves every older checkpoint as it was, and no incomplete one.
-
-    Raises:
-      CheckpointError: the disk refuses, or weights, moments or averages are not finite.
+    Raises CheckpointError if the disk refuses, or weights, moments or averages are not finite.
+    Every older checkpoint then stays as it was, and there is no incomplete one.
     """
     final = folder / f"step_{checkpoint.step}"
     if broken := _broken(checkpoint.tensors):
@@ -117,24 +109,20 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint after it has checked every file against the manifest.
-
-    Raises:
-      CheckpointError: a file is missing or damaged, or weights are not finite.
-    """
+    """Reads a checkpoint; CheckpointError for a file that is not as the manifest says."""
     manifest = _read_json(path, _MANIFEST)
     for name, digest in manifest.items():
         if not _PLAIN.fullmatch(name):
-            raise _damaged(path, f"{_MANIFEST} names {name!r}, which is no name of a file here")
+            raise CheckpointError(f"{path}: {_MANIFEST} names {name!r}, which is no file here")
         if not (path / name).is_file():
-            raise _damaged(path, f"{name} is missing")
+            raise CheckpointError(f"{path}: {name} is missing")
         if _sha256(path / name) != digest:
-            raise _damaged(path, f"{name} is damaged: its SHA-256 is not the one in {_MANIFEST}")
+            raise CheckpointError(f"{path}: {name} is damaged: {_MANIFEST} has another SHA-256")
     if _STATE not in manifest:
-        raise _damaged(path, f"{_MANIFEST} does not list {_STATE}")
+        raise CheckpointError(f"{path}: {_MANIFEST} does not list {_STATE}")
     state = _read_json(path, _STATE)
     if state.pop("step", None) != _step_of(path):
-        raise _damaged(path, f"{_STATE} is of another step")
+        raise CheckpointError(f"{path}: {_STATE} is of another step")
     stems = [Path(name).stem for name in manifest if name.endswith(".safetensors")]
     tensors = {stem: _tensors(path, stem) for stem in stems}
     return Checkpoint(step=_step_of(path), tensors=tensors, state=state)
@@ -143,11 +131,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def check_tensors(
     stem: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Returns tensors of a checkpoint whose names, shapes and dtypes are the expected ones.
-
-    Raises:
-      CheckpointError: names the file, which is `stem`, and the first difference.
-    """
+    """Returns tensors of a checkpoint; CheckpointError for another name, shape or dtype."""
     if found.keys() != expected.keys():
         different = sorted(found.keys() ^ expected.keys())
         raise CheckpointError(
@@ -164,10 +148,7 @@ def check_tensors(
 
 
 def not_finite(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Returns the tensors, by stem and name, that hold a number that is not finite.
-
-    If all are finite, they are read with one transfer.
-    """
+    """Returns the tensors with a number that is not finite; one transfer if there is none."""
     named = {
         f"{stem}/{name}": tensor
         for stem, group in tensors.items()
@@ -195,16 +176,16 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     try:
         return read_mapping(path / name)
     except (FileNotFoundError, ValueError) as error:
-        raise _damaged(path, f"{name} is missing or damaged ({error})") from error
+        raise CheckpointError(f"{path}: {name} is missing or damaged ({error})") from error
 
 
 def _tensors(path: Path, stem: str) -> dict[str, Tensor]:
     try:
         found = load_file(path / f"{stem}.safetensors")
     except SafetensorError as error:
-        raise _damaged(path, f"{stem}.safetensors is damaged: {error}") from error
+        raise CheckpointError(f"{path}: {stem}.safetensors is damaged: {error}") from error
     if broken := _broken({stem: found}):
-        raise _damaged(path, broken)
+        raise CheckpointError(f"{path}: {broken}")
     return found
 
 
@@ -212,10 +193,6 @@ def _broken(tensors: Mapping[str, Mapping[str, Tensor]]) -> str:
     """Returns what is wrong with weights, moments and averages, which have to be finite."""
     found = not_finite({s: group for s, group in tensors.items() if s.startswith(_FINITE)})
     return f"{len(found)} tensors are not finite, the first is {found[0]}" if found else ""
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}")
 
 
 def _write_json(path: Path, value: Any) -> None:

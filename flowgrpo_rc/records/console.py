@@ -25,14 +25,10 @@ _SHOWN = {
 
 
 class Console:
-    """A context manager around the loop.
+    """A context manager around the loop, which prints to a stream or the standard output.
 
-    Args:
-      total_steps: training steps of the run.
-      quiet: True silences every method, as in all processes but the main one.
-      show_steps: False drops the live view and the lines of steps (a `trainer.logger` without
-        `console`); messages, warnings and the final table stay.
-      stream: where to print; None for the standard output.
+    `quiet` silences every method, as in all processes but the main one. Without `show_steps` (a
+    `trainer.logger` without `console`) messages, warnings and the final table stay.
     """
 
     def __init__(

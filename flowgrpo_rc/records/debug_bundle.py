@@ -19,15 +19,9 @@ _COLUMNS = "seed policy_version advantages rollout_log_probs old_log_probs rejec
 def write_bundle(
     path: Path, step: int, batch: Batch, tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Writes the samples that an update was given, and the size of what it has left, as JSON.
+    """Writes the samples that an update was given, and the norms of what it has left, as JSON.
 
     A number that is not finite becomes a text: "nan", "inf" or "-inf".
-
-    Args:
-      path: the file; its folder is made.
-      step: the training step.
-      batch: the samples of this process, with advantages.
-      tensors: stem -> name -> weight, moment or average.
     """
     content = {
         "step": step,

@@ -74,12 +74,10 @@ def write_inputs(path: Path, inputs: Mapping[str, Input], *, keep: bool = True) 
 
 
 def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
-    """Returns what is no longer as `write_inputs` saw it, in words.
+    """Returns what is no longer as `write_inputs` saw it, in words; nothing without its file.
 
-    Args:
-      path: what `write_inputs` wrote; a run of an older version has none, and nothing is compared.
-      inputs: by name. One that only one side has is left out: more of a model may have been
-        fetched, or it is still to be fetched. Only, all weights of a folder may not become others.
+    An input that only one side has is left out: more of a model may have been fetched, or it is
+    still to be fetched. Only, all weights of a folder may not become others.
     """
     stored = _read(path)
     changed = [

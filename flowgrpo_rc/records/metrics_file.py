@@ -46,11 +46,7 @@ class MetricsFile:
         return [row for row, _ in self._lines()]
 
     def numbers(self) -> list[dict[str, Any]]:
-        """Returns all rows of a file whose values are numbers or null.
-
-        Raises:
-          ValueError: a line is damaged, a value is no finite number, or a step is out of range.
-        """
+        """Returns all rows of a file whose values are numbers or null; ValueError for others."""
         rows = self.rows()
         for row in rows:
             if not 0 <= row["step"] <= LAST_STEP:

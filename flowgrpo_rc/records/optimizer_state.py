@@ -44,11 +44,7 @@ def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -
 def load_optimizer(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Goes back to what `optimizer_tensors` returned, bit for bit.
-
-    Raises:
-      CheckpointError: a tensor belongs to no parameter, or has another shape than its parameter.
-    """
+    """Goes back to what `optimizer_tensors` returned; CheckpointError for another shape."""
     for name, parameter in named.items():
         prefix = f"{name}."
         own = [key for key in tensors if key.startswith(prefix)]
@@ -66,9 +62,7 @@ def load_optimizer(
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """{"": value} for a plain tensor; {".codes", ".scale", ".qmap"} for torchao's state of 8
-    bits.
-    """
+    """Returns a plain tensor under "", and torchao's state of 8 bits as .codes, .scale, .qmap."""
     if not type(value).__module__.startswith("torchao."):
         return {"": value}
     from torchao.optim.subclass_8bit import OptimState8bit

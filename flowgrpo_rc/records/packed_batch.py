@@ -28,15 +28,10 @@ _SIZES = "image_sizes"
 
 
 class PackedBatch(NamedTuple):
-    """A batch as plain tensors.
+    """A batch as plain tensors."""
 
-    Attributes:
-      header: its kind and its spec; JSON can hold them.
-      tensors: its contiguous tensors by field; those of a conditioning as `field.name`.
-    """
-
-    header: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    header: Mapping[str, Any]  # its kind and its spec; JSON can hold them
+    tensors: Mapping[str, Tensor]  # contiguous, by field; those of a conditioning as `field.name`
 
 
 def pack(batch: Batch) -> PackedBatch:
@@ -47,11 +42,7 @@ def pack(batch: Batch) -> PackedBatch:
 
 
 def unpack(packed: PackedBatch) -> Batch:
-    """Returns the batch that was packed.
-
-    Raises:
-      KeyError, TypeError: the header or the tensors are those of something else.
-    """
+    """Returns the batch that was packed; KeyError or TypeError for something else."""
     cls, spec_class = KINDS[packed.header["kind"]]
     return cls(spec=spec_class(**packed.header["spec"]), **_fields(packed.tensors))
 
@@ -81,9 +72,7 @@ def _fields(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _sizes_to_tensor(sizes: tuple[ImageSizes, ...]) -> Tensor | None:
-    """Returns rows and columns of each image of each prompt, int64, [P, images, 2]; zeros where a
-    prompt has fewer images than another. None without images.
-    """
+    """Returns rows and columns, int64 [P, images, 2], with zeros for missing images; or None."""
     if not sizes:
         return None
     most = max(map(len, sizes))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,14 @@ PICTURES_KEPT = 200  # of each process; older ones are deleted
 MOST_TEXT = 500  # characters of a prompt or a response
 
 
+@dataclass(frozen=True)
 class RejectedSamples:
-    """Says which samples of a process were rejected, and why.
+    """Says which samples of a process were rejected, and why."""
 
-    Args:
-      folder: where pictures are written.
-      correction: the rules that rejected the samples.
-      rank: number of this process.
-      count: number of processes.
-    """
-
-    def __init__(
-        self, folder: Path, correction: RolloutCorrectionConfig, *, rank: int, count: int
-    ) -> None:
-        self._folder = folder
-        self._correction = correction
-        self._rank = rank
-        self._count = count
+    folder: Path  # of pictures
+    correction: RolloutCorrectionConfig
+    rank: int  # of this process
+    count: int  # of processes
 
     def rows(
         self,
@@ -56,17 +48,9 @@ class RejectedSamples:
 
         A row holds prompt, reward, timestep (or the position of a token), log_ratio there, reasons
         (criterion, value, lower, upper), and text or picture (the name of a file in `folder`).
-
-        Args:
-          step: the training step.
-          decisions: what the correction decided in it.
-          batch: all of this process's samples of the step.
-          shown: what people may see of these samples, in the same order.
-          rewards: their rewards, in the same order.
-          cell_names: returns the names of the policy's cells; called only if needed.
-          auto_bands: the `auto` criteria, which know the bounds that they had; None for none.
+        `cell_names` waits for the device, and is called only if needed.
         """
-        chosen = worst_rejected(decisions, max(1, PER_STEP // self._count))
+        chosen = worst_rejected(decisions, max(1, PER_STEP // self.count))
         position = {seed: index for index, seed in enumerate(batch.seed.tolist())}
         names = cell_names() if chosen else ()
         rows = []
@@ -83,11 +67,11 @@ class RejectedSamples:
             if isinstance(sample, str):
                 known["text"] = sample[:MOST_TEXT]
             elif sample is not None:
-                known["picture"] = f"step_{step:06d}_process_{self._rank}_{number}.png"
-                self._folder.mkdir(parents=True, exist_ok=True)
-                write_atomic(self._folder / known["picture"], png_bytes(sample))
+                known["picture"] = f"step_{step:06d}_process_{self.rank}_{number}.png"
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_atomic(self.folder / known["picture"], png_bytes(sample))
             rows.append(known)
-        for old in sorted(self._folder.glob(f"*_process_{self._rank}_*.png"))[:-PICTURES_KEPT]:
+        for old in sorted(self.folder.glob(f"*_process_{self.rank}_*.png"))[:-PICTURES_KEPT]:
             old.unlink()
         return rows
 
@@ -102,7 +86,7 @@ class RejectedSamples:
         return where | {"log_ratio": as_json(float(difference[worst])), "reasons": found}
 
     def _reasons(self, decision: Decision, row: int) -> list[Reason]:
-        correction = self._correction
+        correction = self.correction
         if correction.custom_correction is not None:
             return [Reason(str(correction.custom_correction), math.nan)]
         scale = decision.num_elements if correction.log_prob_scale == "sum" else 1
@@ -110,9 +94,7 @@ class RejectedSamples:
         rollout = decision.rollout_log_probs[row].cpu().double() * scale
         rules = correction.rules()
         needs_kl = rules.needs_step_kl or any(band.estimator == "kl" for band in rules.auto)
-        step_kl = None
-        if decision.step_kl is not None and needs_kl:
-            step_kl = decision.step_kl[row].cpu()
+        step_kl = decision.step_kl[row].cpu() if needs_kl and decision.step_kl is not None else None
         return reasons(training, rollout, decision.step_mask[row].cpu(), rules, step_kl=step_kl)
 
 

@@ -53,11 +53,7 @@ def save_rollout(path: Path, rollout: SavedRollout) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Returns kind, spec and origin of a saved rollout, without its tensors.
-
-    Raises:
-      ValueError: the file is something else, or cut short.
-    """
+    """Returns kind, spec and origin of a saved rollout; ValueError if the file is damaged."""
     with blaming(f"data.replay_dir: {path}"), safe_open(path, framework="pt") as file:
         return parse_mapping((file.metadata() or {})[_HEADER])
 
@@ -125,10 +121,7 @@ def _inside(folder: Path) -> Path:
 def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) -> None:
     """Raises ValueError for a file that was sampled with other settings, their precision aside.
 
-    Args:
-      paths: saved rollouts; their tensors are not read.
-      spec: how samples have to be made.
-      origin: what else has to agree, `Task.origin`; entries that are not known may be left out.
+    What is not known of the origin may be left out. Tensors are not read.
     """
     here = dataclasses.asdict(spec) | dict(origin)
     # A rollout of an older version lacks settings that came later, and was sampled without them.
@@ -161,16 +154,7 @@ def check_contents(
     group_size: int,
     terms: Collection[str],
 ) -> None:
-    """Checks that a saved rollout has the samples and rewards that a run needs.
-
-    Args:
-      path: its file, for the message.
-      batch: its trajectories.
-      rewards: its rewards.
-      samples: samples of a step on this process.
-      group_size: samples of a prompt, `rollout.n`.
-      terms: rewards that must be known one by one.
-    """
+    """Raises ValueError if a saved rollout lacks samples, or a reward that is needed by itself."""
     lacking = sorted(set(terms) - set(rewards.parts))
     if lacking:
         raise ValueError(

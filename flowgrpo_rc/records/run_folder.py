@@ -84,11 +84,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the folder meanwhile; the lock dies with the process.
-
-        Raises:
-          ValueError: another run holds it.
-        """
+        """Holds the folder until the process ends; ValueError if another run holds it."""
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         with os.fdopen(lock) as file:
@@ -118,14 +114,7 @@ class RunFolder:
         processes: int,
         inputs: Mapping[str, Input],
     ) -> None:
-        """Writes config.yaml without secrets, environment.json and inputs.json.
-
-        Args:
-          config: the resolved configuration.
-          device: the device of the main process.
-          processes: number of processes.
-          inputs: what decides what is trained, by name.
-        """
+        """Writes config.yaml without secrets, environment.json and inputs.json."""
         self.root.mkdir(parents=True, exist_ok=True)
         # Paths of bundled files become `${asset:NAME}`, so that the folder can be used elsewhere.
         portable = with_references(redact(config))
@@ -153,18 +142,10 @@ class RunFolder:
         *,
         accept_inputs: bool = False,
     ) -> None:
-        """Checks that `config` trains what `stored` has trained, whatever the number of steps.
+        """Raises ValueError unless `config` trains what `stored` has, for however many steps.
 
-        Another path is the same setting if its content is the same.
-
-        Args:
-          stored: the configuration of the run in this folder.
-          config: that of the command.
-          inputs: what decides what is trained, by name.
-          accept_inputs: allow other contents, and with them other paths.
-
-        Raises:
-          ValueError: names the settings that differ, and the inputs whose content differs.
+        Another path is the same setting if its content is the same. `accept_inputs` allows other
+        contents, and with them other paths.
         """
         free = tuple(_FREE.split())
         there = flat_settings(with_all_references(redact(stored)))
@@ -209,12 +190,7 @@ class RunFolder:
 
 
 def check_writable(root: Path, *, needed_bytes: int) -> None:
-    """Raises ValueError, before anything is loaded, if a run cannot be written to `root`.
-
-    Args:
-      root: the folder of the run; need not exist.
-      needed_bytes: room that the disk must have.
-    """
+    """Raises ValueError, before anything is loaded, if a run cannot be written to `root`."""
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=existing):

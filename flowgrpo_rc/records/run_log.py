@@ -24,10 +24,6 @@ class RunLog:
 
     Numbers and warnings that cannot be written end the run. What is for people to look
     at, pictures and rejected samples, does not.
-
-    Attributes:
-      console: tells the user.
-      trackers: tell wandb, tensorboard and the like.
     """
 
     def __init__(

@@ -38,29 +38,20 @@ _TILES = "flowgrpo_rc.tiles"  # the text of a PNG that says where its images are
 
 
 class Shown(NamedTuple):
-    """The part of a batch's samples that people may see, in the batch's order.
-
-    All are empty if the trajectories come from files.
-
-    Attributes:
-      prompts: the prompt of each sample.
-      samples: thumbnails [h, w, 3] uint8, texts, or None where nothing was decoded.
-      facts: what was measured of the pictures; None for texts, and where nothing was decoded.
-    """
+    """The part of a batch's samples that people may see; empty if they come from files."""
 
     prompts: Sequence[Prompt] = ()
-    samples: Sequence[np.ndarray | str | None] = ()
-    facts: PictureFacts | None = None
+    samples: Sequence[np.ndarray | str | None] = ()  # thumbnails [h, w, 3] uint8, or texts
+    facts: PictureFacts | None = None  # of pictures that were decoded
 
     @classmethod
     def of(cls, samples: Any, prompts: Sequence[Prompt]) -> Shown:
         """Takes what is kept of a chunk's samples: images, videos or texts; None if not decoded."""
         if samples is None:
             return cls(prompts, [None] * len(prompts))
-        facts = PictureFacts.of(samples) if isinstance(samples, np.ndarray) else None
-        return cls(
-            prompts, [one if isinstance(one, str) else thumbnail(one) for one in samples], facts
-        )
+        if not isinstance(samples, np.ndarray):
+            return cls(prompts, list(samples))
+        return cls(prompts, [*map(thumbnail, samples)], PictureFacts.of(samples))
 
     @classmethod
     def join(cls, chunks: Sequence[Shown]) -> Shown:
@@ -82,13 +73,9 @@ class Tile(NamedTuple):
 
 
 def image_grid(images: np.ndarray, captions: Sequence[str]) -> Image.Image:
-    """Makes a grid of images, row by row, each above its caption (cut to the image's width).
+    """Makes a grid of images [N, H, W, 3] uint8, each above its caption, cut to its width.
 
     Small images are enlarged by whole pixels, and large ones reduced to 256 pixels.
-
-    Args:
-      images: uint8, [N, H, W, 3].
-      captions: one for each image.
     """
     tiles = [_resized(Image.fromarray(image)) for image in images]
     columns = min(_COLUMNS, len(tiles))
@@ -113,12 +100,9 @@ def image_grid(images: np.ndarray, captions: Sequence[str]) -> Image.Image:
 
 
 def read_grid(path: Path) -> list[Tile]:
-    """Returns the images of a file of `save_grid`.
+    """Returns the images of a file of `save_grid`, none if an older version has written it.
 
-    Empty if the file does not say where they are, as those of older versions.
-
-    Raises:
-      ValueError: the file is damaged or has too many pixels, or no such images are in it.
+    Raises ValueError if the file is damaged or has too many pixels, or no such images are in it.
     """
     with blaming(path):
         with Image.open(path) as grid:
@@ -212,15 +196,11 @@ def save_texts(
     """Writes one JSON object a line: prompt, target, completion, score (null if unknown)."""
     lines = []
     for prompt, text, score in zip(prompts, texts, scores, strict=True):
-        row = {
-            "prompt": prompt.text,
-            "target": prompt.target,
-            "completion": text,
-            "score": as_json(score),
-        }
-        lines.append(json.dumps(row, ensure_ascii=False))
+        row = {"prompt": prompt.text, "target": prompt.target}
+        row |= {"completion": text, "score": as_json(score)}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    write_atomic(path, "".join(lines).encode())
 
 
 def _resized(image: Image.Image) -> Image.Image:

@@ -15,14 +15,10 @@ _PAGE = "docs/troubleshooting.md#it-is-slow"
 
 
 class SpeedWatch:
-    """Compares each step with the steps that this command has taken.
-
-    Args:
-      num_threads: threads of the process on the CPU; None for a GPU.
-    """
+    """Compares each step with the steps that this command has taken."""
 
     def __init__(self, num_threads: int | None) -> None:
-        self._num_threads = num_threads
+        self._num_threads = num_threads  # of the process on the CPU; None for a GPU
         self._rows: list[Mapping[str, float]] = []
         self._is_slow = False
 

@@ -80,14 +80,7 @@ class Trackers:
     repeated steps.
 
     No tracker ends a run, since metrics.jsonl is the record: one that raises is off from then on.
-
-    Args:
-      accelerator: says which trackers there are, and where those keep files that need a folder.
-      project_name: name of the project in the trackers.
-      experiment_name: name of the run in the trackers.
-      run_dir: folder of the run.
-      config: the resolved configuration; secrets and the options of rewards are removed from it.
-      first_step: first step of this command; above 0 if the run is resumed.
+    `first_step` is that of this command; it is above 0 if the run is resumed.
     """
 
     def __init__(
