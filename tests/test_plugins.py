@@ -77,7 +77,7 @@ def test_a_failing_import_inside_a_plug_in_is_shown_as_it_is(tmp_path, monkeypat
     ("cls", "options", "message"),
     [
         (Jpeg, {"qualty": 3}, r"\.qualty: unknown option \(did you mean 'quality'\?\); allowed: o"),
-        (Jpeg, {"objective": "small"}, r": objective='small' is not one of compressibility, incom"),
+        (Jpeg, {"objective": "small"}, r": objective='small': allowed are compressibility, incom"),
         (Jpeg, {"quality": 0}, r": quality=0 is not between 1 and 95"),
         (Jpeg, {"quality": "high"}, r": quality='high' is not between 1 and 95"),
         (Constant, {}, r": Constant needs the option value"),

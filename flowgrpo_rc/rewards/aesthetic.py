@@ -67,10 +67,6 @@ def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
     """Builds the linear layers `layers.N.weight` and `layers.N.bias` in a row, [N, D] -> [N, 1].
 
     The dropout between the published layers does nothing at inference, so it is left out.
-
-    Raises:
-      ValueError: `state` has no such layers, they do not fit each other, or the last one has more
-        than one output. Other names are ignored.
     """
     found = {match[1]: one for name, one in state.items() if (match := _LAYER.fullmatch(name))}
     layers = linear_layers(found)

@@ -19,13 +19,10 @@ def collect_rewards(
     *,
     grouped: bool,
 ) -> Rewards:
-    """Waits for the rewards of this process's samples, in their order.
+    """Waits for the rewards of this process's samples, which were submitted as groups or not.
 
-    A process without samples takes part with empty columns, so names and reductions agree.
-    `grouped` says whether the samples were submitted as groups.
-
-    Raises:
-      RewardError: on all processes, if too many samples have no reward.
+    A process without samples takes part with empty columns, so names and reductions agree. All
+    processes raise RewardError if too many samples have no reward.
     """
     nothing = torch.zeros(0, dtype=torch.float64)
     rewards = Rewards(

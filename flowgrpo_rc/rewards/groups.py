@@ -36,11 +36,7 @@ class Member(NamedTuple):
 
 
 def whole_groups(members: Sequence[Member], size: int) -> Iterator[tuple[Any, list[Prompt]]]:
-    """Yields samples and prompts of each group, in order.
-
-    Raises:
-      ValueError: a group has another number of samples than `size`.
-    """
+    """Yields samples and prompts of each group, in order; ValueError for one that is not whole."""
     for group, run in groupby(members, lambda member: member.group):
         own = list(run)
         if len(own) != size:

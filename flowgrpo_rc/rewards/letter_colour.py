@@ -44,14 +44,9 @@ class LetterColour(Reward):
 
 
 def wanted_picture(source: np.ndarray, colour: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a picture with letters of another colour, and the share of ink in each pixel.
+    """Returns a picture with letters of another colour, and the share of ink in each pixel [H, W].
 
-    Args:
-      source: dark or coloured letters on a plain background, [H, W, 3].
-      colour: of the letters that are wanted, RGB.
-
-    Returns:
-      The picture, float64 [H, W, 3], and the shares [H, W]; all 0 if there are no letters.
+    The shares are 0 if there are no letters.
     """
     pixels = source.astype(np.float64)
     border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])

@@ -64,7 +64,7 @@ class RewardHandle:
 
     futures: Mapping[str, Future[_Outcome]]  # by term
     members: Mapping[str, Sequence[Member]]  # by term that compares groups; empty without groups
-    group_size: int  # samples of a group; 0 without groups
+    group_size: int  # 0 without groups
     num_samples: int
 
 
@@ -141,13 +141,9 @@ class RewardManager:
     is not finite. Calls to one reward never overlap, so it also fails for later chunks as long as a
     call that took too long has not returned.
 
-    Args:
-      config: the rewards of the run; refused as in `validate_rewards`.
-
     Attributes:
       names: the terms, in the order of the configuration.
       weights: name -> weight of the terms that are optimized.
-      needs_samples: False if all terms score latents.
       failures: term -> number of samples without a value since the start.
       last_error: term -> text of its latest failure.
     """
@@ -176,15 +172,13 @@ class RewardManager:
     ) -> RewardHandle:
         """Starts to score N samples and returns at once. The samples must not change meanwhile.
 
-        Rewards that compare groups begin in `collect`, when all samples are there.
+        Rewards that compare groups begin in `collect`, when all samples are there; held-out samples
+        are no groups, and these rewards leave them out.
 
         Args:
           samples: uint8 RGB images [N, H, W, 3] or videos [N, F, H, W, 3], or N texts; None if
             all rewards score latents.
-          prompts: the prompt of each sample.
           latents: what the samples were decoded from, [N, ...]; None if no reward scores it.
-          groups: the groups that the samples belong to; None for samples that are no groups, such
-            as held-out ones, which rewards that compare groups leave out.
         """
         _check_samples(samples)
         for what, given in (("samples", samples), ("latents", latents)):
@@ -213,9 +207,6 @@ class RewardManager:
         `Rewards.total` is NaN where not valid. `Rewards.parts` has the keys `name` and `name/part`
         of every term that takes part. If only rewards that compare groups are optimized, samples
         that are no groups are valid and have no total, NaN.
-
-        Raises:
-          ValueError: a group is not whole, and a reward compares groups.
         """
         grouped: dict[str, list[Future[_Outcome]]] = {}
         for name in handles[0].members:
@@ -245,8 +236,7 @@ class RewardManager:
 
     def part_keys(self, *, grouped: bool) -> list[str]:
         """Returns the keys of `Rewards.parts` for such samples."""
-        names = self.taking_part(grouped=grouped)
-        return [key for name in names for key in self._terms[name].keys]
+        return [key for name in self.taking_part(grouped=grouped) for key in self._terms[name].keys]
 
     def count_failed(self, rewards: Rewards) -> dict[str, int]:
         """Returns, by term, how many of these samples it could not score."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.plugins import check_choice
 from flowgrpo_rc.rewards.base import Reward, Scores, check_at_least_one, target_of
 
 if TYPE_CHECKING:
@@ -70,29 +72,28 @@ def ocr_scores(
     return Scores(values=values, parts=dict(zip(PARTS, parts, strict=True)), failure=failure)
 
 
+@dataclass(kw_only=True, eq=False)
 class OCR(Reward):
     """The `ocr_score` of each image: reads its text and compares it with the prompt's target.
 
-    Args:
-      detection: "never" takes an image for one line of text, which is recognised at once; "always"
-        finds the lines first and joins them from top to bottom; "auto" takes images of at most 48
-        pixels in height for a line.
-      threads: CPU threads of the OCR models, at most the number of cores.
-      batch_size: lines recognised at once. On two cores a 32 x 64 line takes 5 ms with the
-        defaults, busy or idle. With two threads and batches of 8 it takes 3 ms on an idle machine,
-        and more than 10 ms during sampling.
+    `detection=never` takes an image for one line of text, which is recognised at once; `always`
+    finds the lines first and joins them from top to bottom; `auto` takes images of at most 48
+    pixels in height for a line.
+
+    On two cores a 32 x 64 line takes 5 ms with the defaults, busy or idle. With two threads and
+    batches of 8 it takes 3 ms on an idle machine, and more than 10 ms during sampling.
     """
 
     part_names = PARTS
     requires_target = True
 
-    def __init__(self, *, detection: str = "auto", threads: int = 1, batch_size: int = 1) -> None:
-        if detection not in DETECTION:
-            raise ValueError(f"detection={detection!r} is not one of {', '.join(DETECTION)}")
-        check_at_least_one(threads=threads, batch_size=batch_size)
-        self.detection = detection
-        self.threads = min(threads, os.cpu_count() or 1)
-        self.batch_size = batch_size
+    detection: str = "auto"
+    threads: int = 1  # of the OCR models on the CPU, at most the number of cores
+    batch_size: int = 1  # lines recognised at once
+
+    def __post_init__(self) -> None:
+        check_choice("detection", self.detection, DETECTION)
+        check_at_least_one(threads=self.threads, batch_size=self.batch_size)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         return ocr_scores(self.read(samples), prompts)
@@ -138,7 +139,7 @@ class OCR(Reward):
         common = {
             "Global.log_level": "warning",
             "Rec.rec_batch_num": self.batch_size,
-            threads.format("intra"): self.threads,
+            threads.format("intra"): min(self.threads, os.cpu_count() or 1),
             threads.format("inter"): 1,
         }
         return RapidOCR(params=common | settings)

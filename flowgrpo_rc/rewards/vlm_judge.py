@@ -9,6 +9,7 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import read_picture
+from flowgrpo_rc.plugins import check_choice
 from flowgrpo_rc.rewards.base import Scores, check_at_least_one
 from flowgrpo_rc.rewards.vlm.base import Question
 from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, failure_of
@@ -57,8 +58,7 @@ class VlmJudge(AsksVlm):
         source: bool = False,
         **vlm: Any,
     ) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"{kind=}: allowed are {', '.join(KINDS)}")
+        check_choice("kind", kind, KINDS)
         if kind == "image" and every is not None:
             raise ValueError(f"{every=} is for videos: give kind=video, or leave it out")
         self.kind = kind

@@ -108,10 +108,7 @@ def pairs_of(count: int, neighbours: int | None) -> list[tuple[int, int]]:
 
 
 def _mean_of_each(count: int, pairs: Sequence[tuple[int, int]], values: np.ndarray) -> np.ndarray:
-    """Returns the mean of what each sample has in its pairs without NaN; NaN where it has nothing.
-
-    `values` are those of the M pairs, [M], or of their first and second samples, [2, M].
-    """
+    """Returns what each sample has on average in its pairs, [M], or as first and second, [2, M]."""
     both = np.broadcast_to(values, (2, len(pairs))).astype(float)
     counted = ~np.isnan(both)
     places = np.array(pairs, dtype=int).reshape(-1, 2).T[counted]

@@ -240,7 +240,7 @@ def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one():
         ({"terms": {"ocr": {"weight": "big"}}}, r"terms\.ocr\.weight='big' must be a finite"),
         ({"terms": {"ocr": {"weight": math.nan}}}, r"terms\.ocr\.weight=nan must be a finite"),
         ({"terms": {"ocr": {"wieght": 1}}}, r"terms\.ocr\.wieght: unknown option"),
-        ({"terms": {"ocr": {"detection": "no"}}}, r"terms\.ocr: detection='no' is not one of"),
+        ({"terms": {"ocr": {"detection": "no"}}}, r"terms\.ocr: detection='no': allowed are"),
         ({"terms": {"orc": {}}}, r"terms\.orc: .* no plug-in 'orc' \(did you mean 'ocr'"),
         ({"num_workers": 0}, r"num_workers=0 must be between 1 and .* 1$"),
         ({"num_workers": 2}, r"num_workers=2 must be between 1 and .* 1$"),

@@ -111,7 +111,7 @@ def test_a_prompt_without_target_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"detection": "sometimes"}, "detection='sometimes' is not one of auto, always, never"),
+        ({"detection": "sometimes"}, "detection='sometimes': allowed are auto, always, never"),
         ({"threads": 0}, "threads=0 must be at least 1"),
         ({"batch_size": -1}, "batch_size=-1 must be at least 1"),
     ],

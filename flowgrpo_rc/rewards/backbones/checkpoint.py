@@ -18,11 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def checkpoint_source(path: str, *, key: str) -> str:
-    """Returns what transformers loads from: the path of a folder, or a hub id, `owner/name`.
-
-    Raises:
-      ValueError: `path` is neither, or a model's folder has no config.json; `key` is the option.
-    """
+    """Returns what transformers loads from, the path of a folder or a hub id, or ValueError."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if key == "path" and not (folder / "config.json").is_file():
@@ -34,10 +30,7 @@ def checkpoint_source(path: str, *, key: str) -> str:
 
 
 def converted_folder(path: str, files: Sequence[str], converter: str) -> Path:
-    """Returns the folder that `examples/convert_reward.py CONVERTER` made, or raises ValueError.
-
-    `files` are the names of what it must hold.
-    """
+    """Returns the folder of `examples/convert_reward.py CONVERTER`; ValueError if files lack."""
     folder = Path(path).expanduser()
     for name in files:
         if not (folder / name).is_file():
@@ -80,11 +73,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
-    """Loads a model of a transformers class from safetensors, for inference.
-
-    Raises:
-      ValueError: the checkpoint lacks weights of the class.
-    """
+    """Loads a model of a transformers class for inference; ValueError if it lacks weights."""
     model, report = cls.from_pretrained(
         path,
         dtype=DTYPES[dtype],
@@ -100,11 +89,7 @@ def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
 
 
 def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
-    """Builds linear layers in a row from their tensors, `N.weight` and `N.bias`, in fp32.
-
-    Raises:
-      ValueError: there is none, or one does not fit the next.
-    """
+    """Builds linear layers in a row from `N.weight` and `N.bias`; ValueError if they do not fit."""
     numbers = sorted(int(name.split(".")[0]) for name in state if name.endswith(".weight"))
     weights = [state[f"{number}.weight"].float() for number in numbers]
     fits = all(weight.ndim == 2 for weight in weights) and all(

@@ -47,11 +47,8 @@ def message(role: str, text: str, *, pictures: int = 0) -> dict[str, Any]:
 class QwenVlReader:
     """Reads conversations with pictures; loads tokenizer and image processor at once.
 
-    Args:
-      path: a local folder or a hub id.
-      image_token_id: the token that stands for a piece of a picture.
-      padding_side: left for a model that goes on, right for one that reads alone.
-      num_pixels: to which pictures are scaled; None keeps the limits of the checkpoint.
+    The padding is left for a model that goes on, right for one that reads alone. Pictures are
+    scaled to `num_pixels`, or to the limits of the checkpoint.
     """
 
     def __init__(
@@ -73,12 +70,7 @@ class QwenVlReader:
     def __call__(
         self, conversations: Sequence[Messages], pictures: Sequence[np.ndarray]
     ) -> dict[str, torch.Tensor]:
-        """Makes the tensors of N conversations; `mm_token_type_ids` is 1 at pictures.
-
-        Args:
-          conversations: the messages of each.
-          pictures: uint8 RGB, [H, W, 3], of all conversations in order.
-        """
+        """Makes the tensors of N conversations from the pictures of all of them in order."""
         seen = self._images(list(pictures), return_tensors="pt", input_data_format="channels_last")
         # A picture is as many tokens as it has patches, after they are merged.
         counts = iter((seen.image_grid_thw.prod(1) // self._images.merge_size**2).tolist())

@@ -96,13 +96,9 @@ class JsonClient:
             logging.getLogger(name).setLevel(logging.WARNING)
 
     def probe(self, path: str) -> Any:
-        """Asks the server once whether it is there, by a GET request.
+        """Returns the server's answer to one GET request, which is None if it knows none.
 
-        Returns:
-          The JSON of its answer; None if it is there and has none, since it need not answer GET.
-
-        Raises:
-          ValueError: it cannot be reached within some seconds, or refuses the token.
+        Raises ValueError if it cannot be reached within some seconds, or refuses the token.
         """
         deadline = min(self.deadline_s, PROBE_S)
         (answer,) = asyncio.run(self._ask_all(path, [None], 1, deadline, attempts=1))
@@ -127,15 +123,8 @@ class JsonClient:
     ) -> list[Any | ServerError]:
         """Sends several requests; returns the answer to each in order, or why it has none.
 
-        The call counts as failed if no request was answered.
-
-        Args:
-          path: is appended to the client's url.
-          bodies: the JSON object of each request.
-          concurrency: requests at the same time, at most.
-
-        Raises:
-          ServerError: the server is left alone for now, after too many failures.
+        The call counts as failed if no request was answered. After too many failures the server is
+        left alone for a while, and ServerError is raised.
         """
         if (left := self._closed_until - time.monotonic()) > 0:
             raise ServerError(
@@ -301,9 +290,7 @@ def is_loopback(host: str) -> bool:
 def read_token(name: str) -> str:
     """Returns the bearer token in the environment variable `name`.
 
-    Raises:
-      ValueError: there is none. The message repeats neither name nor token, in case a token was
-        given in place of a name.
+    The message of the ValueError without one repeats no name, which may be a token by mistake.
     """
     if not (name.isidentifier() and name.isascii()):
         raise ValueError("token_env must be the name of an environment variable, not a token")

@@ -6,21 +6,50 @@ It demands a bearer token, limits time and size of a request and runs one call a
 import asyncio
 import hmac
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.plugins import build, load_class
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.http.client import check_packages, is_loopback, read_token
-from flowgrpo_rc.rewards.http.door import Door, protocol
 from flowgrpo_rc.rewards.http.wire import PATH, decode, encode_scores
+from flowgrpo_rc.rewards.manager import PACKAGE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
 
-PACKAGE = "flowgrpo_rc.rewards"
 PACKAGES = ("fastapi", "uvicorn")
+HEADERS_S = 10.0  # from the connection to the headers with the token
 BODY_S = 300.0  # for the body of a request, of a client that has shown the token
+MOST_OUTSIDE = 128  # connections that have not shown the token
 MOST_CONNECTIONS = 256  # of all clients; above, requests are answered 503
+
+
+class Door:
+    """Closes connections that do not show the token in time, and the oldest if they are too many.
+
+    uvicorn waits for the headers of a request forever, and counts who only waits among those that
+    it serves. So idle or slow clients without a token would keep all others out. A new connection
+    takes the place of the oldest, so a client gets in that shows its token at once.
+    """
+
+    def __init__(self, deadline_s: float = HEADERS_S, most: int = MOST_OUTSIDE) -> None:
+        self._deadline_s = deadline_s
+        self._most = most
+        self._outside: dict[asyncio.Transport, asyncio.TimerHandle] = {}  # the oldest first
+
+    def knock(self, transport: asyncio.Transport) -> None:
+        """Begins the deadline of a new connection."""
+        loop = asyncio.get_running_loop()
+        self._outside[transport] = loop.call_later(self._deadline_s, transport.abort)
+        if len(self._outside) > self._most:
+            next(iter(self._outside)).abort()
+
+    def leave(self, transport: asyncio.Transport) -> None:
+        """Ends the deadline of a connection: it has shown the token, or it is gone."""
+        timer = self._outside.pop(transport, None)
+        if timer is not None:
+            timer.cancel()
 
 
 def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
@@ -95,9 +124,24 @@ async def _body(request: "Request", max_body_mb: float) -> Any:
 
 
 def limits(door: Door) -> dict[str, Any]:
-    """Returns the settings of uvicorn that an application of `make_app` needs."""
+    """Returns the settings of uvicorn that an application of `make_app` needs.
+
+    `request.state.let_in()` tells that a request has shown the token. h11 bounds the headers.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Connection(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.app_state = {**self.app_state, "let_in": partial(door.leave, transport)}
+            door.knock(transport)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            door.leave(self.transport)
+            super().connection_lost(exc)
+
     return {
-        "http": protocol(door),
+        "http": Connection,
         "ws": "none",
         "limit_concurrency": MOST_CONNECTIONS,
         "access_log": False,
@@ -115,15 +159,9 @@ def serve(
     key: str | None,
     max_body_mb: float,
 ) -> None:
-    """Serves a reward until interrupted.
+    """Serves a reward of the package, or of the full path of a class, until interrupted.
 
-    Args:
-      name: a reward of the package, or the full path of a class.
-      options: keyword arguments of the reward.
-      token_env: name of the environment variable with the token that clients must send.
-      certificate: file with the TLS certificate; None for plain HTTP, on this machine only.
-      key: file with the key of the certificate.
-      max_body_mb: longest body of a request, in MB.
+    `certificate` and `key` are files; without them it serves plain HTTP, to this machine alone.
     """
     check_packages("serve-reward", PACKAGES, "serve")
     token = read_token(token_env)

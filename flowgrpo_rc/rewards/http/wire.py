@@ -65,11 +65,7 @@ def encode_scores(scores: Scores) -> dict[str, Any]:
 
 
 def decode_scores(answer: Any, part_names: Sequence[str], count: int) -> Scores:
-    """Reads the scores of `count` samples in an answer; null becomes NaN, other parts are ignored.
-
-    Raises:
-      ValueError: the answer is malformed or lacks a part.
-    """
+    """Reads the scores of `count` samples; null becomes NaN. ValueError for a malformed answer."""
     if not isinstance(answer, Mapping) or not isinstance(answer.get("parts", {}), Mapping):
         raise ValueError("the answer is no object with values and parts")
     parts = answer.get("parts", {})

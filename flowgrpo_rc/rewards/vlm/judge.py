@@ -65,14 +65,12 @@ class Judge:
     """Asks a model a question of its own about each prompt, whose answer is a number.
 
     Args:
-      vlm: the model.
       question: what is asked, with the names of `known` in braces where their values should stand.
       known: among `prompt`, `target`, `low` and `high`.
       parse: where in an answer the number is. `number`: the last one; 7/10 and "7 out of 10" are
         7. `regex:PATTERN`: the group of the last match. `json:KEY`: the value of KEY in the last
         JSON object that has it.
-      low: the least number that counts as an answer.
-      high: the largest.
+      low, high: the least and the largest number that count as an answer.
       attempts: how often a question is asked at most, if its answer cannot be read.
     """
 

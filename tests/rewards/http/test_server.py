@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -32,8 +33,7 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
 from flowgrpo_rc.rewards.http import server
 from flowgrpo_rc.rewards.http.client import ServerError
-from flowgrpo_rc.rewards.http.door import Door
-from flowgrpo_rc.rewards.http.server import limits, make_app
+from flowgrpo_rc.rewards.http.server import Door, limits, make_app
 from flowgrpo_rc.rewards.http.wire import decode, encode, encode_png
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.remote import Remote
@@ -290,3 +290,42 @@ def test_a_body_has_a_deadline(jpegs: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_arguments_that_the_command_refuses(arguments, message, capsys):
     assert main(["serve-reward", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+class Connection(asyncio.Transport):
+    """A connection that notes when it is closed."""
+
+    def __init__(self, door: Door) -> None:
+        super().__init__()
+        self._door = door
+        self.closed = False
+
+    def abort(self) -> None:
+        self.closed = True
+        self._door.leave(self)
+
+
+def test_a_connection_has_a_deadline_until_it_is_let_in() -> None:
+    async def run() -> tuple[bool, bool]:
+        door = Door(deadline_s=0.05)
+        stranger, guest = Connection(door), Connection(door)
+        for each in (stranger, guest):
+            door.knock(each)
+        door.leave(guest)
+        await asyncio.sleep(0.2)
+        return stranger.closed, guest.closed
+
+    assert asyncio.run(run()) == (True, False)
+
+
+def test_a_new_connection_takes_the_place_of_the_oldest() -> None:
+    async def run() -> list[bool]:
+        door = Door(deadline_s=60, most=2)
+        connections = [Connection(door) for _ in range(5)]
+        door.knock(connections[0])
+        door.leave(connections[0])
+        for each in connections[1:]:
+            door.knock(each)
+        return [each.closed for each in connections]
+
+    assert asyncio.run(run()) == [False, True, True, False, False]
