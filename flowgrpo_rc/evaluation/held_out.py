@@ -106,20 +106,15 @@ def score_samples(
     """Draws a sample for each prompt and scores it; each process makes a contiguous share.
 
     Sharded weights are gathered by all processes at once, so all must run the same forwards. A
-    share that is too small is filled up with the last prompt, whose samples are dropped.
-
-    Args:
-      sample: draws samples, `batch_size` at once.
-      prompts: those of all processes, [N].
-      seeds: the seed of each sample, [N].
-      show: how many of the first samples are returned; 0 for none.
+    share that is too small is filled up with the last prompt, whose samples are dropped. The first
+    `show` samples of all processes are returned.
     """
     share = -(-len(prompts) // processes.count)
-    first = processes.rank * share
-    own = prompts[first : first + share]
+    mine = slice(processes.rank * share, (processes.rank + 1) * share)
+    own = prompts[mine]
     missing = share - len(own)
     filled = [*own, *[prompts[-1]] * missing]
-    filled_seeds = [*seeds[first : first + share], *[seeds[-1]] * missing]
+    filled_seeds = [*seeds[mine], *[seeds[-1]] * missing]
     made: list[Any] = []
     handles = []
     for rows in batches(share, batch_size):

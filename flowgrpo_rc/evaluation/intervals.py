@@ -37,11 +37,9 @@ class PolicyComparison(NamedTuple):
 
 
 def compare(base: np.ndarray, tuned: np.ndarray) -> PolicyComparison:
-    """Compares the scores of two policies; a sample that one of them lacks counts for neither.
+    """Compares the scores [P, S] of two policies on the same prompts and noises.
 
-    Args:
-      base: scores of the base model, [P, S]; NaN where there is none.
-      tuned: those of the tuned model on the same prompts and noises, [P, S].
+    A sample that one of them lacks, NaN, counts for neither.
     """
     both = np.isfinite(base) & np.isfinite(tuned)
     rows = both.any(1)
@@ -54,15 +52,11 @@ def compare(base: np.ndarray, tuned: np.ndarray) -> PolicyComparison:
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """Computes the mean of independent values and its t interval of 95%.
+    """Computes the mean of independent values [P] and its t interval of 95%.
 
         mean +- t_{P-1} sd / sqrt(P)
 
-    Args:
-      values: one number for each prompt, [P].
-
-    Returns:
-      The mean; the ends are NaN for fewer than two values, and all is NaN for none.
+    The ends are NaN for fewer than two values, and all is NaN for none.
     """
     count = len(values)
     mean = float(values.mean()) if count else math.nan
@@ -78,10 +72,6 @@ def t_quantile(df: int, level: float = LEVEL) -> float:
 
     The mass is a finite sum for every whole number of degrees of freedom: Abramowitz and Stegun,
     Handbook of Mathematical Functions, 26.7.3 and 26.7.4. It is inverted by bisection.
-
-    Args:
-      df: degrees of freedom, at least 1.
-      level: between 0 and 1.
     """
     low = 0.0
     high = math.pi / 2

@@ -36,24 +36,17 @@ _TAKEN = {"reward", "change", "change_low", "change_high", "failed_fraction"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """A question that is asked of a model: how well does it do on these prompts?
-
-    Attributes:
-      seeds: samples of each prompt. Sample k of a prompt starts from the same noise in all runs.
-      by: field of the prompt file whose values split the result; None for none.
-    """
+    """A question that is asked of a model: how well does it do on these prompts?"""
 
     name: str
     prompts: Sequence[Prompt]
     reward: RewardConfig
-    seeds: int
-    by: str | None
+    seeds: int  # samples of each prompt; sample k starts from the same noise in all runs
+    by: str | None  # field of the prompt file whose values split the result
 
     def groups(self) -> list[str]:
         """Returns the value of `by` of each prompt; empty without it."""
-        if self.by is None:
-            return []
-        return [str(prompt.metadata[self.by]) for prompt in self.prompts]
+        return [str(prompt.metadata[self.by]) for prompt in self.prompts if self.by is not None]
 
 
 def bundled_suites() -> list[str]:
@@ -67,16 +60,10 @@ def is_bundled(given: str) -> bool:
 
 
 def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
-    """Reads suites and checks all that can be checked without loading a model.
+    """Reads suites for a model that makes `kinds`; refuses what can be known without loading it.
 
-    Args:
-      given: each the name of a bundled suite, NAME:FILE for a bundled suite with other prompts, or
-        a file.
-      kinds: what the model makes: "image", "video", "text", "latent".
-
-    Raises:
-      ValueError: a suite is unknown, its file is broken, its reward cannot be loaded or scores
-        something else, or two have the same name. The message names the suite.
+    Each is the name of a bundled suite, NAME:FILE for a bundled suite with other prompts, or a
+    file. The message of the ValueError names the suite.
     """
     suites = []
     for text in given:

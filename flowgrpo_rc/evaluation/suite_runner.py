@@ -24,14 +24,9 @@ TOTAL = "reward"
 
 
 class SuiteScores(NamedTuple):
-    """Holds what one policy got in a suite.
+    """Holds what one policy got in a suite."""
 
-    Attributes:
-      columns: the weighted sum as `reward`, each term, and its parts as `term/part`; [P, S] each,
-        NaN where a sample has no score.
-    """
-
-    columns: Mapping[str, np.ndarray]
+    columns: Mapping[str, np.ndarray]  # `reward`, `term` and `term/part`, [P, S], NaN if unscored
     shown: Sequence[Any]  # the first sample of the first prompts
 
 

@@ -23,12 +23,9 @@ UPLOADED = (*EXPORT_NAMES.values(), CONFIG_NAME, CARD_NAME)
 
 
 def check_push(api: HfApi, repo: str, *, public: bool) -> None:
-    """Checks, before anything is loaded, whether `push` can upload a LoRA; creates nothing.
+    """Raises ValueError or OSError, before anything is loaded, if `push` could not upload a LoRA.
 
-    Raises:
-      ValueError: the name is malformed, there is no token, the machine is offline, or the
-        repository is public and `public` is False.
-      OSError: the Hub refuses the token or cannot be reached.
+    A repository that is public already needs `public`. Nothing is created.
     """
     try:
         validate_repo_id(repo)

@@ -24,14 +24,7 @@ def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) 
     read its keys. A second transformer has its file in a folder of its own, which
     `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)` loads. With
     model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock peft, and vLLM.
-
-    Args:
-      state: name -> tensor in the trainer's network.
-      config: kind, rank and alpha of the model.
-      folder: is created if it does not exist.
-
-    Returns:
-      The file with the tensors, of the first transformer if there are several.
+    Returned is the file with the tensors, of the first transformer if there are several.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if config.kind == "causal_lm":

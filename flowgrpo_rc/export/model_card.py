@@ -51,10 +51,6 @@ def write_model_card(
     """Writes `README.md` into the folder of a LoRA and returns its path.
 
     Args:
-      folder: folder of the LoRA.
-      run_dir: folder of the run that trained it.
-      config: of that run.
-      step: the step that the weights are from.
       raw: True for the last weights, False for their average, which evaluations score.
       source: the place that users load from.
       others: transformers beside the first, whose LoRAs lie in folders with their names.

@@ -27,20 +27,12 @@ def known(points: Points) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line of a chart.
+    """One line of a chart."""
 
-    Attributes:
-      name: in the legend.
-      points: (x, y) in the order of x; y is None where the value was not finite, and the line
-        breaks there.
-      color: number of its colour; None for its place in the chart.
-      faint: whether it is the raw line behind the next one, which has its means.
-    """
-
-    name: str
-    points: Points
-    color: int | None = None
-    faint: bool = False
+    name: str  # in the legend
+    points: Points  # in the order of x; the line breaks where y was not finite, None
+    color: int | None = None  # number of its colour; None for its place in the chart
+    faint: bool = False  # the raw line behind the next one, which has its means
 
     @property
     def moves(self) -> bool:
@@ -52,38 +44,28 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lines over one axis.
-
-    Attributes:
-      title: heading of the chart.
-      series: the lines. One keeps its colour whether or not the others have points.
-      note: small text under the title.
-      x_name: name of the horizontal axis. Charts of one name share cursor and zoom.
-      log_y: whether the vertical axis is logarithmic; only positive points count then.
-      thresholds: heights of dashed lines. They appear only inside the range of the data, which they
-        do not widen.
-      word: the entry of words.yaml that explains the chart; empty for none.
-    """
+    """Lines over one axis."""
 
     title: str
-    series: Sequence[Series]
-    note: str = ""
-    x_name: str = "step"
-    log_y: bool = False
-    thresholds: Sequence[float] = ()
-    word: str = ""
+    series: Sequence[Series]  # one keeps its colour whether or not the others have points
+    note: str = ""  # small text under the title
+    x_name: str = "step"  # charts of one name share cursor and zoom
+    log_y: bool = False  # only positive points count then
+    thresholds: Sequence[float] = ()  # dashed lines, which do not widen the range of the data
+    word: str = ""  # the entry of words.yaml that explains the chart
 
     @cached_property
     def lines(self) -> list[Series]:
         """The lines that have something to draw, each with its colour."""
         lines = []
         for index, line in enumerate(self.series):
-            points = [
-                (x, None if y is not None and self.log_y and y <= 0 else y) for x, y in line.points
-            ]
-            color = index if line.color is None else line.color
-            lines.append(replace(line, points=points, color=color % 4))
-        return [line for line in lines if known(line.points)]
+            points = line.points
+            if self.log_y:
+                points = [(x, y if y and y > 0 else None) for x, y in points]
+            if known(points):
+                color = index if line.color is None else line.color
+                lines.append(replace(line, points=points, color=color % 4))
+        return lines
 
     @property
     def moves(self) -> bool:
@@ -110,9 +92,7 @@ class Chart:
             kept = _thinned(line.points)
             ys = [None if y is None else float(f"{y:.7g}") for _, y in kept]
             tables.append([[x for x, _ in kept], ys])
-        series = [
-            {"name": line.name, "color": line.color, "faint": line.faint} for line in self.lines
-        ]
+        series = [{"name": one.name, "color": one.color, "faint": one.faint} for one in self.lines]
         axes = {"x": self.x_name, "log": self.log_y, "thresholds": list(self.thresholds)}
         return {**axes, "series": series, "tables": tables}
 

@@ -50,14 +50,13 @@ class ComparedRun(NamedTuple):
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Writes a page about two to four runs, finished or not, and returns its path.
-
-    Raises:
-      ValueError: there are fewer or more runs, one is given twice, or a folder is not a run's.
-    """
+    """Writes a page about two to four different runs, finished or not, and returns its path."""
     runs = _read(folders)
     names = [run.name for run in runs]
     steps = [f"{run.name}: {run.rows[-1]['step'] if run.rows else 0} steps" for run in runs]
+    lines = [Series(name=run.name, points=mean_by_timestep(run.rows)) for run in runs]
+    has_timesteps = any(line.points for line in lines)
+    by_timestep = [timestep_chart(lines, "mean over steps")] if has_timesteps else []
     page = render(
         "compare.html",
         title=f"Comparison of {(' and ' if len(runs) == 2 else ', ').join(names)}",
@@ -70,7 +69,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         samples=_last_samples(runs),
         settings=_settings(runs),
         rewards=_rewards(runs),
-        correction=_overlays(runs, _CORRECTION) + _by_timestep(runs),
+        correction=_overlays(runs, _CORRECTION) + by_timestep,
         update=_overlays(runs, _UPDATE),
         health=[(run.name, files.health(run.folder)) for run in runs],
     )
@@ -106,9 +105,9 @@ def _outcome(runs: Sequence[ComparedRun]) -> str:
 
 
 def _caveat(runs: Sequence[ComparedRun]) -> str:
-    keys = [key for key, *_ in _differences(runs) if key.startswith(_EVALUATION)]
-    told = f"The runs were not evaluated alike ({', '.join(keys)}): their held-out numbers say "
-    return f"{told}nothing about each other." if keys else ""
+    keys = ", ".join(key for key, *_ in _differences(runs) if key.startswith(_EVALUATION))
+    told = f"The runs were not evaluated alike ({keys}): their held-out numbers say nothing "
+    return f"{told}about each other." if keys else ""
 
 
 def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:
@@ -168,12 +167,6 @@ def _rewards(runs: Sequence[ComparedRun]) -> list[Chart]:
         _overlay(runs, "Training reward", "reward/mean", word="reward"),
         *(_overlay(runs, name, name) for name in others),
     ]
-
-
-def _by_timestep(runs: Sequence[ComparedRun]) -> list[Chart]:
-    series = [Series(name=run.name, points=mean_by_timestep(run.rows)) for run in runs]
-    found = any(line.points for line in series)
-    return [timestep_chart(series, "mean over steps")] if found else []
 
 
 def _overlays(

@@ -47,14 +47,11 @@ def curves(rows: Sequence[Row]) -> list[Chart]:
     charts = charts_of(_CHARTS, rows)
     if differences := series_of(rows, _MISMATCH):
         words, band = clip_band(rows)
-        note = (
-            "log-probability difference before the first update, and the policy's own movement "
-            f"after it{words}"
-        )
         floor = Chart(
             title="Noise floor",
             series=differences,
-            note=note,
+            note="log-probability difference before the first update, and the policy's own "
+            f"movement after it{words}",
             log_y=True,
             thresholds=band,
             word="mismatch",
@@ -73,8 +70,8 @@ def timesteps(rows: Sequence[Row]) -> tuple[Chart, dict[str, Any]] | str:
     if not any(value > 0 for _, value in points):
         return "The difference is exactly zero at every timestep."
     words, band = clip_band(rows)
-    series = [Series(name="mean over steps", points=means)]
-    series.append(Series(name="largest step", points=points))
+    lines = {"mean over steps": means, "largest step": points}
+    series = [Series(name=name, points=line) for name, line in lines.items()]
     note = f"absolute, rollout against training, before the first update{words}"
     return timestep_chart(series, note, band), _heat_map(found, [t for t, _ in means])
 

@@ -84,15 +84,10 @@ def sample_files(run_dir: Path, ending: str) -> list[tuple[str, Path]]:
 
 
 def side_by_side(files: Sequence[tuple[str, Path]], heading: str = "") -> dict[str, Any]:
-    """Puts samples of the same subjects together.
+    """Puts samples of the same subjects together, from labels and files of grids or of texts.
 
-    Args:
-      files: label and file: all grids of pictures, or all texts.
-      heading: of a table of texts.
-
-    Returns:
-      One of these. stacks: subject, and label and PNG of each picture of it. grids: label and PNG
-      of grids that do not show the same subjects. tables: heading, names and rows of texts.
+    Returns one of these. stacks: subject, and label and PNG of each picture of it. grids: label and
+    PNG of grids that do not show the same subjects. tables: heading, names and rows of texts.
     """
     if files[0][1].suffix == ".jsonl":
         return {"tables": [(heading, *_responses(files))]}

@@ -18,28 +18,18 @@ _MAX_TEXT = 1000  # characters of a cell, a prompt or a response
 
 
 def render(template: str, *, title: str, **content: Any) -> str:
-    """Returns a whole HTML document.
-
-    Args:
-      template: the file that says what the page holds.
-      title: text of the browser's tab, and the heading.
-      content: what the template shows; texts are escaped.
-    """
+    """Returns a whole HTML document; the texts that a template shows are escaped."""
     body = templates().get_template(template).render(title=title, **content)
-    used = {key: word for key, word in words().items() if f'"#word-{key}"' in body}
-    scripts = [f"/*\n{_read('uplot/LICENSE')}\n*/\n{_read('uplot/uPlot.iife.min.js')}"]
-    scripts.append(_read("page.js"))
-    return (
-        templates()
-        .get_template("page.html")
-        .render(
-            title=title,
-            body=Markup(body),
-            words=used,
-            style=Markup(_read("uplot/uPlot.min.css") + _read("page.css")),
-            scripts=[Markup(script) for script in scripts],
-            hashes=[_hash(script) for script in scripts],
-        )
+    uplot = f"/*\n{_read('uplot/LICENSE')}\n*/\n{_read('uplot/uPlot.iife.min.js')}"
+    scripts = [uplot, _read("page.js")]
+    page = templates().get_template("page.html")
+    return page.render(
+        title=title,
+        body=Markup(body),
+        words={key: word for key, word in words().items() if f'"#word-{key}"' in body},
+        style=Markup(_read("uplot/uPlot.min.css") + _read("page.css")),
+        scripts=[Markup(script) for script in scripts],
+        hashes=[_hash(script) for script in scripts],
     )
 
 

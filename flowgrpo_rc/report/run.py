@@ -37,11 +37,7 @@ _NO_FAILURE = {"val/failed_fraction": (0.0, 0.0)}  # values that need no tile
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` into a run's folder, finished or not, and returns its path.
-
-    Raises:
-      ValueError: the folder holds no metrics.jsonl, or a file is damaged.
-    """
+    """Writes `report.html` into a run's folder, finished or not, and returns its path."""
     rows = folder.metrics(run_dir)
     config = folder.config(run_dir)
     environment = folder.environment(run_dir)

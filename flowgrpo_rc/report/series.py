@@ -37,8 +37,9 @@ def charts_of(table: str, rows: Sequence[Row]) -> list[Chart]:
         title, word, note, thresholds, names = (part.strip() for part in line.split("|"))
         if series := series_of(rows, names.split()):
             bounds = tuple(map(float, thresholds.split()))
-            chart = Chart(title=title, series=series, note=note, thresholds=bounds, word=word)
-            charts.append(chart)
+            charts.append(
+                Chart(title=title, series=series, note=note, thresholds=bounds, word=word)
+            )
     return charts
 
 
