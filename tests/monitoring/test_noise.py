@@ -153,12 +153,8 @@ def test_how_much_of_the_noise_is_the_seeds(means: bool) -> None:
 def test_what_is_reported() -> None:
     batch = record(means=False)
     found = observe_noise(batch, seeded=True).compute()
-    assert list(found) == [
-        "rollout/noise_variance",
-        "rollout/noise_shared_max",
-        "rollout/noise_of_seed_min",
-        "rollout/noise_variance_off",
-    ]
+    names = ("variance", "shared_max", "of_seed_min", "variance_off")
+    assert list(found) == [f"rollout/noise_{name}" for name in names]
     assert found["rollout/noise_variance_off"] == 0
     assert found["rollout/noise_variance"] == pytest.approx(mean_squares(batch).mean().item())
     assert found["rollout/noise_of_seed_min"] == pytest.approx(1, abs=0.1)

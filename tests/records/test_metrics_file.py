@@ -24,16 +24,13 @@ def test_rows_are_sorted_json_lines(tmp_path: Path) -> None:
     assert file.rows() == [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_null(tmp_path: Path, value: float) -> None:
+def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.append(1, {"actor/pg_loss": value})
-    assert file.path.read_text() == '{"actor/pg_loss": null, "step": 1}\n'
+    file.append(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    assert file.path.read_text() == '{"a": null, "b": null, "c": null, "step": 1}\n'
 
 
-@pytest.mark.parametrize(
-    "torn", [b'{"step": 3, "rew', b"{", b'{"step": 3}', b'{"step": 3, "a": "\xc3', b"\x00" * 9]
-)
+@pytest.mark.parametrize("torn", [b'{"step": 3}', b'{"step": 3, "a": "\xc3', b"\x00" * 9])
 def test_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     complete = b'{"step": 1}\n{"step": 2}\n'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -41,11 +42,8 @@ def test_numbers_settings_and_curves_of_two_runs(tmp_path: Path) -> None:
     two = small_run(tmp_path / "two", [0.25, 0.75], base | other)
     page = write_comparison([one, two], tmp_path / "out" / "page.html").read_text()
     assert [name for name in Page(page).ids if not name.startswith("word-")] == SECTIONS
-    assert cells(page, "settings") == [
-        ["", "a", "b"],
-        ["actor.lr", "0.1", "0.2"],
-        ["rollout.dtype", "\u2014", "fp32"],
-    ]
+    rows = [["", "a", "b"], ["actor.lr", "0.1", "0.2"], ["rollout.dtype", "\u2014", "fp32"]]
+    assert cells(page, "settings") == rows
     numbers = {row[0]: row[1:] for row in cells(page, "numbers")}
     assert numbers["held-out reward"] == ["0.2500 \u2192 0.5000", "0.2500 \u2192 0.7500"]
     assert numbers["mismatch before the first update, over all steps"] == ["0.0002", "0.0002"]
@@ -72,17 +70,12 @@ def test_a_run_without_a_metric_leaves_the_others_colour_alone(tmp_path: Path) -
     "key", ["data.val_files", "rollout.val_kwargs.num_inference_steps", "reward.terms.ocr.weight"]
 )
 def test_runs_that_were_scored_differently_say_so(tmp_path: Path, key: str) -> None:
-    settings: list[dict[str, object]] = []
-    for value in (1, 2):
-        tree: object = value
-        for name in reversed(key.split(".")):
-            tree = {name: tree}
-        assert isinstance(tree, dict)
-        settings.append(tree)
-    runs = [
-        small_run(tmp_path / name, [0.1, 0.2], each)
-        for name, each in zip("ab", settings, strict=True)
-    ]
+    runs = []
+    for name, value in (("a", 1), ("b", 2)):
+        tree: Any = value
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        runs.append(small_run(tmp_path / name, [0.1, 0.2], tree))
     text = visible_text(write_comparison(runs, tmp_path / "page.html").read_text())
     assert f"The runs were not evaluated alike ({key})" in text
 
@@ -90,11 +83,8 @@ def test_runs_that_were_scored_differently_say_so(tmp_path: Path, key: str) -> N
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     settings = {"trainer": {"experiment_name": "tiny"}}
     runs = [small_run(tmp_path / name / "run", [0.1, 0.2], settings) for name in ("a", "b")]
-    assert cells(write_comparison(runs, tmp_path / "p.html").read_text(), "numbers")[0] == [
-        "",
-        "a/run",
-        "b/run",
-    ]
+    page = write_comparison(runs, tmp_path / "p.html").read_text()
+    assert cells(page, "numbers")[0] == ["", "a/run", "b/run"]
 
 
 def test_samples_stand_side_by_side_and_the_page_is_deterministic(tmp_path: Path) -> None:

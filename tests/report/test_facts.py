@@ -58,10 +58,8 @@ def test_everything_that_a_reader_asks_first_is_told() -> None:
 
 def test_what_is_not_recorded_is_left_out() -> None:
     assert facts({}, {}, []) == []
-    assert told({"model": {"path": "org/model"}}, {}, "actor/rollout_corr/kl") == {
-        "Model": "org/model",
-        "Mode": "bypass",
-    }
+    found = told({"model": {"path": "org/model"}}, {}, "actor/rollout_corr/kl")
+    assert found == {"Model": "org/model", "Mode": "bypass"}
 
 
 def test_a_text_run_tells_both_sides_of_its_clip() -> None:

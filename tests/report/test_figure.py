@@ -13,16 +13,10 @@ from flowgrpo_rc.report.figure import plot_rollout_correction
 
 
 def test_plot_of_rows_and_of_a_file_agree_in_either_mode(tmp_path: Path) -> None:
-    names = (
-        "rollout_is_mean",
-        "rollout_is_eff_sample_size",
-        "rollout_is_veto_fraction",
-        "kl",
-        "ppl_ratio",
-        "chi2_token",
-    )
+    names = [f"rollout_is_{name}" for name in ("mean", "eff_sample_size", "veto_fraction")]
+    names += ["kl", "ppl_ratio", "chi2_token"]
     bypass, decoupled = (
-        [{"step": step, **{prefix + name: 0.1 * step for name in names}} for step in range(3)]
+        [{"step": step} | {prefix + name: 0.1 * step for name in names} for step in range(3)]
         for prefix in ("actor/rollout_corr/", "rollout_corr/")
     )
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in decoupled))

@@ -104,13 +104,9 @@ def test_texts_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_changes_over_the_training_are_drawn(tmp_path: Path) -> None:
+    ends = {"": 0.0, "_low": -0.1, "_high": 0.1}
     rows: list[dict[str, Any]] = [
-        {
-            "step": step,
-            "suite/words/change": -0.01 * step,
-            "suite/words/change_low": -0.01 * step - 0.1,
-            "suite/words/change_high": -0.01 * step + 0.1,
-        }
+        {"step": step} | {f"suite/words/change{end}": -0.01 * step + by for end, by in ends.items()}
         for step in (0, 20, 40)
     ]
     data = chart_data(section(tmp_path, [*rows, {"step": 41}]), "words: change to the base model")

@@ -26,22 +26,6 @@ def test_calls_go_to_one_thread_and_raise_what_the_function_raises() -> None:
     caller.close(0)
 
 
-def test_a_call_that_was_given_up_fails_the_next_ones_until_it_returns() -> None:
-    goes_on = threading.Event()
-    caller = Caller(lambda wait: wait and goes_on.wait(), 0.5, name="hangs")
-    with pytest.raises(TimeoutError, match=r"took longer than reward\.timeout_s=0\.5"):
-        caller(True)
-    start = time.monotonic()
-    for _ in range(3):
-        with pytest.raises(TimeoutError, match=r"an earlier call, .*=0\.5, has not returned yet"):
-            caller(False)
-    assert time.monotonic() - start < 0.5
-    goes_on.set()
-    time.sleep(0.5)
-    assert caller(False) is False
-    caller.close(0)
-
-
 def test_a_timeout_of_the_function_s_own_gives_nothing_up() -> None:
     def late() -> None:
         raise TimeoutError("the server is slow")

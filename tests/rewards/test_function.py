@@ -126,14 +126,12 @@ def test_each_reward_gets_what_it_scores():
     with pytest.raises(ValueError, match="3 latents but 2 prompts"):
         manager.submit(IMAGES, sums("1", "2"), torch.zeros(3, 2))
     manager.close()
-
-
-def test_latents_alone_are_enough_for_latent_rewards():
-    config = RewardConfig(terms={"latent": LATENT})
-    manager = RewardManager(config)
-    rewards = manager.collect([manager.submit(None, sums("1", "2"), LATENTS)])
-    manager.close()
-    assert rewards.total.tolist() == [1.5, 5.5]
-    assert not manager.needs_samples
-    assert not needs_samples(config)
+    assert manager.needs_samples
     assert needs_samples(RewardConfig(terms={"latent": LATENT, "image": {**IMAGE, "weight": 0.0}}))
+    alone = RewardConfig(terms={"latent": LATENT})
+    manager = RewardManager(alone)
+    found = manager.collect([manager.submit(None, sums("1", "2"), LATENTS)])
+    manager.close()
+    assert found.total.tolist() == [1.5, 5.5]
+    assert not manager.needs_samples
+    assert not needs_samples(alone)

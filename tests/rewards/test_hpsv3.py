@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +38,10 @@ def patches_of(image: np.ndarray) -> torch.Tensor:
     std = np.array([0.26862954, 0.26130258, 0.27577711])
     pixels = (np.asarray(scaled) / 255 - mean) / std
     rows = []
-    for top in (0, 28):
-        for left in (0, 28, 56):
-            for down in (0, 14):
-                for right in (0, 14):
-                    y, x = top + down, left + right
-                    patch = pixels[y : y + 14, x : x + 14].transpose(2, 0, 1)
-                    rows.append(np.stack([patch, patch], axis=1).ravel())  # a frame, twice
+    for top, left, down, right in product((0, 28), (0, 28, 56), (0, 14), (0, 14)):
+        y, x = top + down, left + right
+        patch = pixels[y : y + 14, x : x + 14].transpose(2, 0, 1)
+        rows.append(np.stack([patch, patch], axis=1).ravel())  # a frame, twice
     return torch.tensor(np.array(rows), dtype=torch.float32)
 
 
@@ -64,11 +62,10 @@ def oracle(
     embeds[ids == IDS["<|image_pad|>"]] = seen.pooler_output
     hidden = model.language_model(inputs_embeds=embeds).last_hidden_state
     state = hidden[0, words.index("<|Reward|>")].double().numpy()
-    weights = {
-        name: one.double().numpy() for name, one in load_file(folder / "model.safetensors").items()
-    }
+    weights = load_file(folder / "model.safetensors")
     for layer in (0, 3, 5):
-        state = weights[f"{head}.{layer}.weight"] @ state + weights[f"{head}.{layer}.bias"]
+        weight, bias = (weights[f"{head}.{layer}.{n}"].double().numpy() for n in ("weight", "bias"))
+        state = weight @ state + bias
         if layer < 5:
             state = np.maximum(state, 0)
     return float(state[0])

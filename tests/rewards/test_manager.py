@@ -206,7 +206,7 @@ def test_submit_checks_its_input(batch, count, message):
     manager.close()
 
 
-def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one():
+def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one(caplog):
     terms = {
         "late": {"_target_": f"{HERE}.Hangs", "weight": 0.0},
         "a": {"_target_": f"{HERE}.Index"},
@@ -220,6 +220,7 @@ def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one():
     assert rewards.parts["late"].isnan().all()
     assert manager.failures == {"late": 4, "a": 0}
     assert "an earlier call, which was given up after" in manager.last_error["late"]
+    assert "took longer than reward.timeout_s=1" in caplog.text
     Hangs.goes_on.set()
     time.sleep(0.5)
     again = manager.collect([manager.submit(random_images(2), numbered_prompts(2, 2))])

@@ -15,9 +15,7 @@ from flowgrpo_rc.rewards.video_ocr import VideoOCR
 def draw(
     text: str, *, width: int = 64, height: int = 32, size: int = 20, ink="navy", paper="white"
 ) -> np.ndarray:
-    """Draws text in the middle of an image [height, width, 3]; lines are separated by a line
-    break.
-    """
+    """Draws text, of several lines if it has breaks, in the middle of an image."""
     image = Image.new("RGB", (width, height), paper)
     font = ImageFont.load_default(size)
     ImageDraw.Draw(image).text(
@@ -108,16 +106,9 @@ def test_a_prompt_without_target_is_named():
             OCR()(images, [prompt("KBCA"), prompt(target, 7)])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"detection": "sometimes"}, "detection='sometimes': allowed are auto, always, never"),
-        ({"threads": 0}, "threads=0 must be at least 1"),
-        ({"batch_size": -1}, "batch_size=-1 must be at least 1"),
-    ],
-)
-def test_options_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"threads": 0}, {"batch_size": -1}])
+def test_options_are_checked(options):
+    with pytest.raises(ValueError, match="must be at least 1"):
         OCR(**options)
 
 
@@ -125,9 +116,7 @@ def test_a_video_scores_the_mean_of_its_frames():
     """Frames 0 and 2 of four count, so text that is gone halfway counts half."""
     blank = np.full((32, 96, 3), 255, np.uint8)
     word = draw("HEY", width=96)
-    videos = np.stack(
-        [np.stack(frames) for frames in ([word, blank, word, blank], [word, word, blank, word])]
-    )
+    videos = np.array([[word, blank, word, blank], [word, word, blank, word]])
     scores = VideoOCR(every=2)(videos, [prompt("HEY"), prompt("HEY", 1)])
     assert scores.values == [1.0, 0.5]
     assert scores.parts["exact"] == [1.0, 0.5]

@@ -116,8 +116,6 @@ def test_a_bad_judge_fails_its_samples_and_gives_no_number(name, monkeypatch, ca
         ({"path": "a/b", "kind": "text"}, r"kind='text': allowed are image, video"),
         ({"path": "a/b", "every": 2}, r"every=2 is for videos"),
         ({"path": "a/b", "kind": "video", "every": 0}, r"every=0 must be at least 1"),
-        ({"path": "a/b", "question": "{text}"}, r"\{text\} is unknown"),
-        ({"path": "a/b", "parse": "first"}, r"parse='first'"),
     ],
 )
 def test_wrong_options(options: dict[str, object], message: str) -> None:

@@ -250,10 +250,10 @@ def test_who_gets_in():
         assert status(json=GOOD, headers={"Authorization": f"Bearer {TOKEN}x"}) == 401
         assert status(json=GOOD, headers={"Authorization": TOKEN}) == 401
         assert status(content=b"{}") == 415
-        assert status(content=b"[" * 5_000, headers={"Content-Type": "application/json"}) == 422
+        said = {"Content-Type": "application/json"}
+        assert status(content=b"[" * 5_000, headers=said) == 422
         assert status(json={"samples": "a" * 20_000}) == 413
-        chunks = (b" " * 5_000 for _ in range(9))
-        assert status(content=chunks, headers={"Content-Type": "application/json"}) == 413
+        assert status(content=(b" " * 5_000 for _ in range(9)), headers=said) == 413
         assert httpx2.get(f"{url}/v1/reward").status_code == 401
         assert httpx2.get(f"{url}/openapi.json").status_code == 404
         about = httpx2.get(f"{url}/v1/reward", headers={"Authorization": f"Bearer {TOKEN}"}).json()
