@@ -26,24 +26,16 @@ from flowgrpo_rc.policies.token import TokenPolicy
 def test_stock_peft_gives_the_trained_log_probs_bit_for_bit(
     tiny_lm: Path, tmp_path: Path, targets: list[str] | None
 ) -> None:
-    config = ModelConfig(
-        kind="causal_lm",
-        path=str(tiny_lm),
-        lora_rank=4,
-        lora_alpha=6,
-        target_modules=targets,
-        lora_init="default",
-    )
+    config = ModelConfig(kind="causal_lm", path=str(tiny_lm), lora_rank=4, lora_alpha=6)
+    config = replace(config, target_modules=targets, lora_init="default")
     model = load_causal_lm(config, torch.device("cpu"))
     perturb(add_lora(model, config, seed=0))
     batch, _ = sample_texts(model)
     wanted = TokenPolicy(model, model.network).log_probs(batch, 12)
     exported = export_lora(lora_state(model.network), config, tmp_path / "lora")
     assert exported == tmp_path / "lora" / EXPORT_NAMES["causal_lm"]
-    assert sorted(path.name for path in exported.parent.iterdir()) == [
-        "adapter_config.json",
-        exported.name,
-    ]
+    names = sorted(path.name for path in exported.parent.iterdir())
+    assert names == ["adapter_config.json", exported.name]
     described = json.loads((exported.parent / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == tiny_lm.name
     stock = PeftModel.from_pretrained(
@@ -60,24 +52,24 @@ def test_training_goes_on_from_an_exported_lora(
 ) -> None:
     exported = export_lora(lora_state(trained_lm.network), lm_config, tmp_path)
     same = replace(lm_config, lora_path=str(tmp_path))
-    found = lora_state(add_lora(load_causal_lm(same, torch.device("cpu")), same, seed=9))
-    assert all(
-        torch.equal(found[name], tensor) for name, tensor in lora_state(trained_lm.network).items()
-    )
     stronger = replace(lm_config, lora_alpha=12, lora_path=str(exported))
-    found = lora_state(add_lora(load_causal_lm(stronger, torch.device("cpu")), stronger, seed=9))
-    for name, tensor in lora_state(trained_lm.network).items():
-        assert torch.equal(found[name], tensor * (0.5 if "lora_B" in name else 1.0))
-    wide = replace(same, lora_rank=8)
+
+    def loaded(config: ModelConfig) -> dict[str, torch.Tensor]:
+        return lora_state(add_lora(load_causal_lm(config, torch.device("cpu")), config, seed=9))
+
+    for config, factor in ((same, 1.0), (stronger, 0.5)):
+        found = loaded(config)
+        for name, tensor in lora_state(trained_lm.network).items():
+            assert torch.equal(found[name], tensor * (factor if "lora_B" in name else 1.0))
     with pytest.raises(ValueError, match=r"model\.lora_rank=8"):
-        add_lora(load_causal_lm(wide, torch.device("cpu")), wide, seed=0)
+        loaded(replace(same, lora_rank=8))
     described = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(described | {"use_rslora": True}))
     with pytest.raises(ValueError, match=r"sets use_rslora; only a plain LoRA"):
-        add_lora(load_causal_lm(same, torch.device("cpu")), same, seed=0)
+        loaded(same)
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(ValueError, match=r"no adapter_config\.json beside adapter_model"):
-        add_lora(load_causal_lm(same, torch.device("cpu")), same, seed=0)
+        loaded(same)
     exported.unlink()
     with pytest.raises(ValueError, match=r"there is no adapter_model\.safetensors"):
-        add_lora(load_causal_lm(same, torch.device("cpu")), same, seed=0)
+        loaded(same)

@@ -57,11 +57,6 @@ def test_a_saved_grid_gives_its_samples_back(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(tile.image), image)
 
 
-def test_a_grid_that_does_not_say_where_they_are_has_none(tmp_path: Path) -> None:
-    image_grid(np.zeros((1, 8, 8, 3), np.uint8), ["x"]).save(tmp_path / "grid.png")
-    assert read_grid(tmp_path / "grid.png") == []
-
-
 def test_an_edit_is_shown_beside_its_source() -> None:
     file = io.BytesIO()
     Image.new("RGB", (2, 2), (9, 8, 7)).save(file, format="PNG")

@@ -28,9 +28,6 @@ def test_which_loggers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     validate_loggers(["console"])
     with pytest.raises(ValueError, match=r"needs the package tensorboard.*pip install tensorboard"):
         validate_loggers(["tensorboard"])
-
-
-def test_the_console_is_not_a_logger_of_accelerate() -> None:
     assert accelerate_loggers(["console", "wandb", "wandb"]) == ["wandb"]
 
 

@@ -53,22 +53,14 @@ def answer(received: Received) -> object:
     """Answers as a reward server, a detector and a vision-language model."""
     if received.path == "/v1/detect":
         images = [decode_png(image) for image in received.body["images"]]
-        box = [0, 0, 4, 4]
-        return {
-            "objects": [
-                [{"class": "dog", "box": box}] * int(image[0, 0, 0] // 64) for image in images
-            ]
-        }
+        dogs = [{"class": "dog", "box": [0, 0, 4, 4]}]
+        return {"objects": [dogs * int(image[0, 0, 0] // 64) for image in images]}
     if received.path == "/v1/chat/completions":
         words = received.body["messages"][0]["content"][-1]["text"]
         level = shown(received)[0]
         return chat(f"{level % 3}" if "Answer with" in words else f"dog{level}")
     samples, prompts = decode(received.body)
-    return {
-        "values": [
-            brightness(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
-        ]
-    }
+    return {"values": [brightness(*pair) for pair in zip(samples, prompts, strict=True)]}
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +69,13 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
     folder = tmp_path_factory.mktemp("rewards")
     clip = {"path": str(save_clip(folder / "clip")), "device": "cpu", "batch_size": 3}
     blip = str(save_image_reward(folder / "blip"))
+    head = str(save_head(folder / "head.safetensors", CLIP_FEATURES))
     edits = str(save_vlm_reward(folder / "edits", heads=2))
     hpsv3 = str(save_vlm_reward(folder / "hpsv3"))
     with scripted(answering(answer)) as server:
         chat = {"url": f"{server.url}/v1", "model": "tiny", "concurrency": 2}
         yield {
-            "aesthetic": {
-                **clip,
-                "head": str(save_head(folder / "head.safetensors", CLIP_FEATURES)),
-            },
+            "aesthetic": clip | {"head": head},
             "clip": clip,
             "edit_reward": {"path": edits, "device": "cpu", "dtype": "fp32", "batch_size": 3},
             "exact_match": {},
@@ -285,9 +275,8 @@ def test_another_device_gives_the_same_scores(name, options):
     reward = make(name, options)
     other = make(name, options, device="cuda:0")
     samples = samples_of(reward, 5)
-    assert other(samples, prompts(5)).values == pytest.approx(
-        reward(samples, prompts(5)).values, abs=1e-3
-    )
+    here, there = (one(samples, prompts(5)).values for one in (reward, other))
+    assert there == pytest.approx(here, abs=1e-3)
 
 
 def test_a_processor_elsewhere(options, monkeypatch):

@@ -57,6 +57,7 @@ def values(*numbers: object) -> bytes:
     return http({"values": numbers})
 
 
+START, END = TOKEN[:5].encode(), TOKEN[5:].encode()
 ECHO = f"Bearer {TOKEN}"
 ESCAPED = "".join(f"\\u{ord(character):04x}" for character in ECHO)
 HOSTILE = {
@@ -96,12 +97,8 @@ HOSTILE = {
     "echoes the token": says(
         http({"detail": ECHO}, "400 Bad Request", headers=f"X-Echo: {ECHO}\r\n")
     ),
-    "echoes the token in pieces": says(
-        http(f"{TOKEN[:5]}\0{TOKEN[5:]}".encode() + b"\xff", "400 Bad Request")
-    ),
-    "echoes the token around a broken byte": says(
-        http(TOKEN[:5].encode() + b"\xff" + TOKEN[5:].encode(), "400 Bad Request")
-    ),
+    "echoes the token in pieces": says(http(START + b"\0" + END + b"\xff", "400 Bad Request")),
+    "echoes the token around a broken byte": says(http(START + b"\xff" + END, "400 Bad Request")),
     "echoes the token in escapes": says(http(f'{{"detail": "{ESCAPED}"}}', "400 Bad Request")),
     "echoes the token as status": says(f"HTTP/1.1 {ECHO}\r\n\r\n".encode()),
     "echoes the token as a value": says(values(ECHO, ECHO, ECHO)),

@@ -26,9 +26,7 @@ Behaviour = Callable[[socket.socket, Received, "Scripted"], None]
 
 
 class Scripted(socketserver.ThreadingTCPServer):
-    """A server that reads requests and lets `behaviour` write anything to the socket, until
-    `stopped`.
-    """
+    """A server that reads requests and lets `behaviour` write anything, until `stopped`."""
 
     daemon_threads = True
     block_on_close = False
@@ -51,18 +49,11 @@ class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         read = self.request.makefile("rb")
         first = read.readline().decode()
-        lines = []
+        head, length = first, 0
         while line := read.readline().decode("latin-1").strip():
-            lines.append(line)
-        head = first + "\n".join(lines)
-        length = next(
-            (
-                int(line.split(":")[1])
-                for line in lines
-                if line.lower().startswith("content-length")
-            ),
-            0,
-        )
+            head += f"{line}\n"
+            if line.lower().startswith("content-length"):
+                length = int(line.split(":")[1])
         received = Received(first.split(" ")[1], head, json.loads(read.read(length) or b"null"))
         self.server.received.append(received)
         with suppress(OSError):
@@ -94,10 +85,8 @@ def http(
     if not isinstance(content, bytes | str):
         content = json.dumps(content)
     body = content.encode() if isinstance(content, str) else content
-    headers = (
-        f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}"
-    )
-    return f"HTTP/1.1 {status}\r\n{headers}\r\n".encode() + body
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n{headers}\r\n".encode() + body
 
 
 def chat(text: str | None, **further: Any) -> dict[str, Any]:

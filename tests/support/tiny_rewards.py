@@ -18,6 +18,7 @@ from transformers import (
 )
 
 CLIP_FEATURES = 12
+SPECIAL = ("bos", "eos", "pad")
 HIDDEN = 16  # of BLIP's text encoder
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "dog", "cat", "of", "the", "two")
 
@@ -25,22 +26,12 @@ WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "dog", "cat",
 def save_clip(folder: Path) -> Path:
     image_size = 20
     tokenizer = clip_tokenizer()
-    size = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    special = {
-        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    size = {"hidden_size": 16, "intermediate_size": 24}
+    size |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 16}
+    text |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = CLIPConfig(
-        text_config={
-            **size,
-            **special,
-            "vocab_size": len(tokenizer),
-            "max_position_embeddings": 16,
-        },
+        text_config={**size, **text},
         vision_config={**size, "image_size": image_size, "patch_size": 10},
         projection_dim=CLIP_FEATURES,
     )
@@ -70,12 +61,8 @@ def save_head(file: Path, width: int, *, seed: int = 1) -> Path:
 
 
 def blip() -> BlipForImageTextRetrieval:
-    text = {
-        "vocab_size": len(WORDS),
-        "hidden_size": HIDDEN,
-        "encoder_hidden_size": 24,
-        "max_position_embeddings": 40,
-    }
+    text = {"vocab_size": len(WORDS), "hidden_size": HIDDEN}
+    text |= {"encoder_hidden_size": 24, "max_position_embeddings": 40}
     size = {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BlipConfig(
         text_config={**size, **text},
@@ -90,9 +77,8 @@ def save_image_reward(folder: Path) -> Path:
     """Saves the folder that `image_reward` reads: two encoders of a BLIP and a head."""
     model = blip()
     model.config.save_pretrained(folder)
-    BertTokenizerFast(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(
-        folder
-    )
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    BertTokenizerFast(vocab=vocabulary).save_pretrained(folder)
     head = save_head(folder / "head.pth", HIDDEN, seed=2)
     tensors = {
         name: tensor
