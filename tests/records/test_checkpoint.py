@@ -65,3 +65,11 @@ def test_a_partial_checkpoint_does_not_count(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, make(2), keep=2)
     assert load_checkpoint(tmp_path / "step_2").step == 2
     assert not leftover.exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    checkpoint = make(1)
+    checkpoint.tensors["lora"]["a"][0, 1] = torch.nan
+    with pytest.raises(CheckpointError, match="step 1 is not saved: 1 tensors are not finite"):
+        save_checkpoint(tmp_path, checkpoint, keep=1)
+    assert not list(tmp_path.iterdir())
