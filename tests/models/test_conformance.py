@@ -97,39 +97,30 @@ def deterministic(
 
 
 def call_stock(
-    stock: Any, tiny: Tiny, guidance: Mapping[str, float], latents: torch.Tensor, output: str
-) -> Any:
-    """Calls the stock pipeline; for prompts with images once for each, as it takes no others."""
-    prompts = prompts_for(tiny)
-    if not tiny.image_sizes:
-        return _call_stock(stock, tiny, guidance, latents, output, prompts)
-    # The size that Qwen-Image-Edit brings images to is a constant of its module.
-    area = patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", tiny.condition_pixels)
-    with area:
-        parts = [
-            _call_stock(stock, tiny, guidance, latents[i : i + 1], output, [prompt])
-            for i, prompt in enumerate(prompts)
-        ]
-    return np.concatenate(parts) if output == "np" else torch.cat(parts)
-
-
-def _call_stock(
     stock: Any,
     tiny: Tiny,
     guidance: Mapping[str, float],
     latents: torch.Tensor,
     output: str,
-    prompts: list[Prompt],
+    prompts: list[Prompt] | None = None,
 ) -> Any:
+    """Calls the stock pipeline; for prompts with images once for each, as it takes no others."""
+    if prompts is None:
+        prompts = prompts_for(tiny)
+    if tiny.image_sizes and len(prompts) > 1:
+        # The size that Qwen-Image-Edit brings images to is a constant of its module.
+        with patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", tiny.condition_pixels):
+            parts = [
+                call_stock(stock, tiny, guidance, latents[i : i + 1], output, [prompt])
+                for i, prompt in enumerate(prompts)
+            ]
+        return np.concatenate(parts) if output == "np" else torch.cat(parts)
     given: dict[str, Any] = {} if tiny.num_frames is None else {"num_frames": tiny.num_frames}
     if prompts[0].images:
         given["image"] = [Image.open(io.BytesIO(image)) for image in prompts[0].images]
-    guided = any(
-        scale > 1
-        for key, scale in guidance.items()
-        if key in ("true_cfg_scale", stock_cfg_key(stock))
-    )
-    if guided:
+    adapters = adapters_by_pipeline().values()
+    (key,) = {a.cfg_key for a in adapters if a.pipeline_class == type(stock).__name__}
+    if max(guidance.get("true_cfg_scale", 0), guidance.get(key, 0)) > 1:
         negatives = [prompt.negative_text for prompt in prompts]
         if "negative_prompt" in signature(stock.__call__).parameters:
             given["negative_prompt"] = negatives
@@ -148,12 +139,6 @@ def _call_stock(
         **guidance,
         **given,
     )[0]
-
-
-def stock_cfg_key(stock: Any) -> str:
-    adapters = adapters_by_pipeline().values()
-    (key,) = {a.cfg_key for a in adapters if a.pipeline_class == type(stock).__name__}
-    return key
 
 
 def drawn(model: FlowModel, spec: SamplerSpec) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from support.subjects import make_subject
 from support.tiny_models import VARIANTS
 
-from flowgrpo_rc.batch import Prompt, SamplerSpec
+from flowgrpo_rc.batch import Conditioning, Prompt, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts, encode_unique
@@ -111,3 +111,15 @@ def test_blank_conditioning_has_the_largest_images(editor: EditingModel, spec: S
     assert blank.images is not None
     assert blank.images.shape == (3, 128, editor.transformer.config.in_channels)
     assert editor.blank_conditioning(3, replace(asked, condition_images=0)).images is None
+
+
+def test_parts_with_fewer_images_are_padded_when_joined(editor, spec):
+    parts = [encode_unique(editor, [prompt], spec) for prompt in prompts(2)]
+    joined = Conditioning.join(parts)
+    assert joined.image_sizes == parts[0].image_sizes + parts[1].image_sizes
+    assert joined.images is not None
+    for row, part in enumerate(parts):
+        assert part.images is not None
+        length = part.images.shape[1]
+        assert torch.equal(joined.images[row, :length], part.images[0])
+        assert not joined.images[row, length:].any()
