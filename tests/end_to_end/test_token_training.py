@@ -124,6 +124,9 @@ def test_saved_rollouts_train_another_run_with_their_own_log_probs(
     ):
         assert train_text(replay[0], further, f"trainer.output_dir={tmp_path / 'refused'}") == 2
         assert words in capsys.readouterr().err
+    files[1].write_bytes(files[1].read_bytes()[:-100])
+    assert train_text(*replay, f"trainer.output_dir={tmp_path / 'damaged'}") == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_rollouts_are_reproducible_and_those_after_the_checkpoint_are_deleted(
