@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from support.verl_omni_commands import QWEN_IMAGE, SD35
+from support.verl_omni_commands import FOLDER, QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import (
@@ -153,8 +153,7 @@ def test_a_whole_command_takes_the_defaults_of_verl_omni() -> None:
 
 def verl_omni_keys() -> list[str]:
     keys = []
-    path = Path(__file__).parents[1] / "support" / "verl_omni_keys.txt"
-    for line in path.read_text().splitlines():
+    for line in (FOLDER / "keys.txt").read_text().splitlines():
         section, colon, names = line.partition(": ")
         if not line.startswith("#"):
             keys += [f"{section}.{name}" for name in names.split()] if colon else [section]
