@@ -52,7 +52,6 @@ class Row(NamedTuple):
 
     section: str
     there: list[str]
-    documents: list[str]
     here: list[str]
 
 
@@ -65,11 +64,11 @@ def rows() -> Iterator[Row]:
         inside = line.startswith("|") and (inside or line == "|there|documents|here|remark|")
         if not inside or line.startswith(("|---", "|there|")):
             continue
-        there, documents, here, _ = (cell.strip() for cell in line[1:-1].split("|"))
+        there, _, here, _ = (cell.strip() for cell in line[1:-1].split("|"))
         quoted = re.findall(r"`([^`]+)`", here)
         assert quoted or here in ("same", "none"), line
         found = re.findall(r"`([^`]+)`", there)
-        yield Row(section, found, documents.split(", "), found if here == "same" else quoted)
+        yield Row(section, found, found if here == "same" else quoted)
 
 
 ROWS = list(rows())
@@ -147,6 +146,7 @@ def test_the_names_in_the_column_here_exist(row: Row) -> None:
 # --- Keys, flags and values are translated
 
 BYPASS, REINFORCE = "bypass_mode=true", "loss_type=reinforce"
+PURE, UPPER = "use_pure_rollout_correction", "rs_upper_bound=3.0"
 TOKEN, BAND = "rollout_is=token", "rollout_rs_threshold=2.0"
 # Settings as a document writes them, and what differs from the defaults here; None: the same.
 TRANSLATED: list[tuple[str, str | None]] = [
@@ -154,11 +154,8 @@ TRANSLATED: list[tuple[str, str | None]] = [
     ("bypass_old_logprob_for_rollout=true", BYPASS),
     (f"{BYPASS} {REINFORCE}", None),
     (f"{BYPASS} loss_type=ppo_clip", BYPASS),
-    (
-        "bypass_old_logprob_for_rollout=true use_pure_rollout_correction=true",
-        f"{BYPASS} {REINFORCE}",
-    ),
-    ("bypass_old_logprob_for_rollout=false use_pure_rollout_correction=false", ""),
+    (f"bypass_old_logprob_for_rollout=true {PURE}=true", f"{BYPASS} {REINFORCE}"),
+    (f"bypass_old_logprob_for_rollout=false {PURE}=false", ""),
     (f"{BYPASS} use_policy_gradient=true", f"{BYPASS} {REINFORCE}"),
     ("rollout_is=null rollout_rs=null", ""),
     (f"{TOKEN} rollout_is_threshold=3.0", None),
@@ -201,14 +198,11 @@ TRANSLATED: list[tuple[str, str | None]] = [
     ),
     ("use_rs=true", f"rollout_rs=token_k1 {BAND}"),
     *(
-        (
-            f"use_rs=true rs_level={level} rs_upper_bound=3.0",
-            f"rollout_rs={name} rollout_rs_threshold=3.0",
-        )
+        (f"use_rs=true rs_level={level} {UPPER}", f"rollout_rs={name} rollout_rs_threshold=3.0")
         for level, name in OLDER_NAMES.items()
     ),
     (
-        "use_rs=true rs_lower_bound=0.4 rs_upper_bound=3.0",
+        f"use_rs=true rs_lower_bound=0.4 {UPPER}",
         "rollout_rs=token_k1 rollout_rs_threshold=3.0 rollout_rs_threshold_lower=0.4",
     ),
     ("rs_veto_threshold=1.0e-4", "rollout_token_veto_threshold=1.0e-4"),
@@ -234,36 +228,12 @@ def test_a_setting_of_a_document_has_this_meaning(there: str, here: str | None) 
 def test_every_key_and_flag_is_among_those_settings() -> None:
     pairs = {pair for there, _ in TRANSLATED for pair in there.split()}
     used = {pair.partition("=")[0] for pair in pairs}
-    elsewhere = {
-        "custom_config_path",
-        SECTION,
-        "DiffusionActorConfig.rollout_correction",
-        "sde_window_size",
-    }
+    elsewhere = {"custom_config_path", SECTION, "sde_window_size"}
+    elsewhere |= {"DiffusionActorConfig.rollout_correction"}
     elsewhere |= {"actor_rollout_ref.rollout.calculate_log_probs"}
     flags = {flag.removeprefix("--").replace("-", "_") for flag in names("slime's flags")}
     assert {*names("Keys"), *flags} - elsewhere <= used
     assert {name for name in names("Values") if "=" in name} <= pairs
-
-
-def test_keys_with_a_path() -> None:
-    """Keys that are not in the section, and the loss that the diffusion document names."""
-    composed, rows = compose_all(
-        [
-            "actor_rollout_ref.rollout.calculate_log_probs=true",
-            "actor.rollout_correction.rollout_is=token",
-            "actor.rollout_correction.bypass_mode=true",
-            "rollout.algo.sde_window_size=2",
-            "actor.diffusion_loss.loss_mode=flow_grpo",
-        ]
-    )
-    config = to_config(composed)
-    assert config.algorithm.rollout_correction.rollout_is == "token"
-    assert config.rollout.calculate_log_probs
-    assert config.rollout.algo.sde_window_size == 2
-    assert [row[1:3] for row in rows] == [
-        ("actor_rollout_ref.rollout.calculate_log_probs=true", "rollout.calculate_log_probs=true")
-    ]
 
 
 @pytest.mark.parametrize("name", names("Presets"))
@@ -361,45 +331,3 @@ def test_slime_s_ratio_of_the_update_is_one_of_decoupled_mode() -> None:
     assert "ois" not in by_the_loss(
         RolloutCorrectionConfig(bypass_mode=True, metric_names="slime"), text=True
     )
-
-
-def test_every_function_of_the_documents_runs(tmp_path: Path) -> None:
-    """Functions that the column `here` names.
-
-    The batch functions and losses ran above, under both their names.
-    """
-    config = RolloutCorrectionConfig.token_is()
-    metrics = {f"rollout_corr/{name}": value for name, value in MEASURED.items()}
-    batch = diffusion_batch(ROLLOUT)
-    for apply in (flowgrpo_rc.apply_bypass_mode, flowgrpo_rc.apply_bypass_mode_to_diffusion_batch):
-        assert apply(batch).old_log_probs is ROLLOUT
-    log_ratio = TRAINING - ROLLOUT
-    weights = flowgrpo_rc.compute_rollout_correction_weights(log_ratio, MASK, rollout_is="token")
-    entry = flowgrpo_rc.compute_rollout_correction_and_rejection_mask(
-        TRAINING, ROLLOUT, MASK, rollout_is="token"
-    )
-    assert weights.equal(entry.weights)
-    kept = flowgrpo_rc.compute_rollout_rejection_mask(
-        log_ratio, MASK, rollout_rs="token", rollout_rs_threshold=2.0
-    )
-    assert kept.equal(log_ratio.abs() <= math.log(2))
-    assert flowgrpo_rc.compute_offpolicy_metrics(TRAINING, ROLLOUT, MASK)["kl"] == pytest.approx(
-        MEASURED["kl"]
-    )
-    assert not flowgrpo_rc.check_rollout_correction_health({"rollout_corr/kl": 0.2}, config)
-    assert flowgrpo_rc.check_rollout_correction_health({"rollout_corr/kl": 0.05}, config)
-    assert (
-        flowgrpo_rc.plot_rollout_correction([metrics], tmp_path / "metrics.png").stat().st_size > 0
-    )
-    used = (
-        "apply_rollout_correction_to_batch apply_rollout_correction_to_diffusion_batch token_loss "
-        "diffusion_loss"
-    )
-    used += " apply_bypass_mode apply_bypass_mode_to_diffusion_batch RolloutCorrectionConfig"
-    used += " compute_rollout_correction_weights compute_rollout_correction_and_rejection_mask"
-    used += (
-        " compute_rollout_rejection_mask compute_offpolicy_metrics check_rollout_correction_health"
-    )
-    used += " plot_rollout_correction"
-    named = {name for row in ROWS if row.section == "Functions and classes" for name in row.here}
-    assert named == set(used.split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -36,7 +35,6 @@ _PATIENCE = 120.0  # seconds for an answer; other programs may use the cores
 
 
 def find_browser() -> str | None:
-    """Returns the path of an installed browser."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -85,11 +83,11 @@ class Browser:
         message, _, self._rest = self._rest.partition(b"\0")
         return dict(json.loads(message))
 
-    def open(self, path: Path, *, width: int, dark: bool = False, height: int = 900) -> None:
+    def open(self, path: Path, *, width: int, dark: bool = False) -> None:
         """Opens a page in a window of this width and waits until it is loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
+            **{"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
         )
         self.dark(dark)
         self.events.clear()
@@ -118,11 +116,6 @@ class Browser:
         """Sends a mouse event: mouseMoved, mousePressed or mouseReleased."""
         button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
-
-    def photograph(self, path: Path) -> None:
-        """Writes a picture of the whole page."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
         """Returns console messages, errors, and requests that are neither the page nor data."""

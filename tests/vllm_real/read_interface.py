@@ -65,7 +65,7 @@ def interface(source: Callable[[str], str]) -> dict[str, Any]:
         if isinstance(node, ast.ClassDef)
     }
     return {
-        "exports": sorted(_exports(trees["__init__.py"])),
+        "exports": sorted(ast.literal_eval(_named(trees["__init__.py"], "MODULE_ATTRS"))),
         "methods": {
             name: _parameters(_method(classes[path, name.split(".")[0]], name.split(".")[1]))
             for name, path in METHODS.items()
@@ -83,9 +83,16 @@ def _paths() -> set[str]:
     return {path for table in (METHODS, FIELDS, ATTRIBUTES, LITERALS) for path in table.values()}
 
 
-def _exports(tree: ast.Module) -> list[str]:
-    (table,) = (_value(node) for node in tree.body if _target(node) == "MODULE_ATTRS")
-    return list(ast.literal_eval(table))
+def _named(tree: ast.Module, name: str) -> ast.expr:
+    """Returns the value of `name = value` or `name: type = value`."""
+    (found,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) == name
+    )
+    assert found is not None
+    return found
 
 
 def _method(cls: ast.ClassDef, name: str) -> ast.FunctionDef:
@@ -132,44 +139,15 @@ def _assigned(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _literal(tree: ast.Module, name: str) -> list[Any]:
-    (value,) = (_value(node) for node in tree.body if _target(node) == name)
+    value = _named(tree, name)
     assert isinstance(value, ast.Subscript)
     return list(ast.literal_eval(value.slice))
 
 
-def _target(node: ast.stmt) -> str | None:
-    """Returns NAME of `NAME = value` or `NAME: type = value`."""
-    target = (
-        node.targets[0]
-        if isinstance(node, ast.Assign)
-        else node.target
-        if isinstance(node, ast.AnnAssign)
-        else None
-    )
-    return target.id if isinstance(target, ast.Name) else None
-
-
-def _value(node: ast.stmt) -> ast.expr:
-    assert isinstance(node, ast.Assign | ast.AnnAssign)
-    assert node.value is not None
-    return node.value
-
-
 def main(version: str = VERSION) -> None:
     with TemporaryDirectory() as folder:
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--no-deps",
-                "--dest",
-                folder,
-                f"vllm=={version}",
-            ],
-            check=True,
-        )
+        download = f"-m pip download --no-deps vllm=={version} --dest".split()
+        subprocess.run([sys.executable, *download, folder], check=True)
         (wheel,) = Path(folder).glob("*.whl")
         with ZipFile(wheel) as archive:
             found = interface(lambda path: archive.read(f"vllm/{path}").decode())
