@@ -68,7 +68,6 @@ def drawn_log_probs(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def tensor(rows: list[Any]) -> Tensor:
-    """Returns the numbers in float64."""
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -211,7 +210,6 @@ def reference_loss(
 
 
 def gradient_of(total: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[float, Tensor]:
-    """Returns value and gradient of a formula of the current log-probs."""
     leaf = log_probs.detach().clone().requires_grad_()
     loss = total(leaf)
     assert loss.ndim == 0

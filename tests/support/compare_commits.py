@@ -129,7 +129,6 @@ def run_cases(checkout: Path, out: Path, names: Sequence[str], jobs: int) -> boo
 
 
 def run_case(checkout: Path, out: Path, name: str) -> bool:
-    """Runs one case in `out/name` unless it is finished; returns whether it is now."""
     folder, start = out / name, time.monotonic()
     if (folder / FINISHED).is_file():
         print(f"{name}: was finished before", flush=True)
@@ -154,7 +153,6 @@ def run_case(checkout: Path, out: Path, name: str) -> bool:
 
 
 def run_command(checkout: Path, folder: Path, overrides: str, processes: int) -> int:
-    """Runs one training command, logs what it prints and returns its exit code."""
     launcher = [sys.executable]
     if processes > 1:
         with socket.socket() as probe:
@@ -208,7 +206,6 @@ def differences(before: Path, after: Path) -> Iterator[str]:
 
 
 def files_of(folder: Path) -> set[str]:
-    """Returns the relative paths of all files that are compared."""
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     return files - {FINISHED, LOG}
 
@@ -266,7 +263,6 @@ def worded(value: Any) -> str:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Returns the bytes of each element, [N, element size] uint8."""
     return tensor.reshape(-1, 1).contiguous().view(torch.uint8)
 
 
@@ -286,7 +282,6 @@ def compare_commits(before: str, after: str, names: Sequence[str], jobs: int) ->
 
 
 def main() -> int:
-    """Runs the command line; returns 0, or 1 if a case failed or differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=("run", "compare", "commits"))
     parser.add_argument("first", help="the checkout, the results before, the revision before")

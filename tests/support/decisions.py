@@ -17,7 +17,6 @@ def normal(*shape: int, scale: float = 1e-4, seed: int = 0) -> Tensor:
 
 
 def observation(difference: Tensor, kept: Tensor | None = None, **fields: Any) -> Decision:
-    """Makes the decision about samples with the seeds 0, 1, ..."""
     rows = len(difference)
     given = {
         "seed": torch.arange(rows),

@@ -20,9 +20,7 @@ _COMMAND = re.compile(
 
 
 class Block(NamedTuple):
-    """A block of code in a page. why_not: the reason given for not running it, None if it is
-    run.
-    """
+    """A block of code in a page; why_not: why it is not run, None if it is."""
 
     page: Path
     line: int
@@ -34,7 +32,6 @@ class Block(NamedTuple):
         return f"{self.page.name}:{self.line}"
 
     def lines(self) -> list[str]:
-        """Returns the commands of a shell block, each on one line, without comments."""
         joined = self.text.replace("\\\n", " ").splitlines()
         return [
             line.strip() for line in joined if line.strip() and not line.lstrip().startswith("#")

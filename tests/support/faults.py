@@ -33,13 +33,7 @@ Harm = Callable[[], None]
 
 
 class Trained(NamedTuple):
-    """A finished run.
-
-    Attributes:
-      folder: its folder.
-      state: what it has come to.
-      changes: how often it has changed a file.
-    """
+    """A finished run: its folder, what it has come to, and how often it has changed a file."""
 
     folder: Path
     state: State
@@ -69,24 +63,13 @@ _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "sh
 
 
 def fault(harm: str, outcome: str) -> pytest.MarkDecorator:
-    """Marks a test of the suite; `make test-faults` prints a line for it.
-
-    Args:
-      harm: what is done to the run, such as "a checkpoint file is truncated".
-      outcome: what then happens, in the present tense.
-    """
+    """Marks a test with what is done to the run and what then happens, in the present tense."""
     return pytest.mark.fault(harm, outcome)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Tells how a process ended.
-
-    Attributes:
-      code: its exit code; minus the number of the signal that killed it.
-      output: what it wrote to the standard output and the standard error.
-      seconds: how long it took.
-    """
+    """How a process ended: its exit code, or minus the signal that killed it, and its output."""
 
     code: int
     output: str
@@ -101,19 +84,12 @@ class Ended:
         return self
 
     def error(self) -> str:
-        """Returns the one line that begins with `error: `."""
         (line,) = [line for line in self.output.splitlines() if line.startswith("error: ")]
         return line
 
 
 def command(*words: str, harm: Harm | None = None, timeout: float = 120) -> Ended:
-    """Runs a command line of flowgrpo-rc in a fork.
-
-    Args:
-      words: those after `flowgrpo-rc`.
-      harm: called in the fork before the command.
-      timeout: seconds after which the fork is killed and the test fails.
-    """
+    """Runs `flowgrpo-rc WORDS` in a fork, in which `harm` is called before."""
     from flowgrpo_rc.cli import main
 
     def run() -> int:
@@ -134,9 +110,7 @@ def forked(run: Callable[[], int], *, timeout: float = 120) -> Ended:
 def started(run: Callable[[], int], *, timeout: float = 120) -> Iterator[Started]:
     """Starts a function in a fork with an output of its own, and kills it at the end.
 
-    Args:
-      run: called in the fork; returns its exit code. An exception is printed, and the code is 1.
-      timeout: seconds after which `Started.wait` fails.
+    It returns the fork's exit code. An exception is printed, and the code is 1.
     """
     with TemporaryFile() as output:
         with warnings.catch_warnings():
@@ -153,8 +127,6 @@ def started(run: Callable[[], int], *, timeout: float = 120) -> Iterator[Started
 
 
 class Started:
-    """A fork that runs."""
-
     def __init__(self, pid: int, output: int, timeout: float) -> None:
         self.pid = pid
         self._output = output
@@ -163,7 +135,6 @@ class Started:
         self._ended: Ended | None = None
 
     def send(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
         os.kill(self.pid, number)
 
     def wait(self) -> Ended:
@@ -198,12 +169,10 @@ class Started:
         return self._ended
 
     def output(self) -> str:
-        """Returns what it has printed."""
         size = os.fstat(self._output).st_size
         return os.pread(self._output, size, 0).decode(errors="replace")
 
     def kill(self) -> None:
-        """Kills it, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -236,12 +205,9 @@ def _become(run: Callable[[], int], output: int) -> None:
 
 
 def on_change(folder: Path, act: Callable[[int], None]) -> Harm:
-    """Returns a harm that acts at each of the file system's changes below a folder.
+    """Returns a harm that calls `act` before each of the file system's changes below a folder.
 
-    Args:
-      folder: changes elsewhere do not count.
-      act: called with the number of the change, from 0, before it happens; what it raises, the
-        change raises.
+    It gets the number of the change, from 0; what it raises, the change raises.
     """
 
     def install() -> None:

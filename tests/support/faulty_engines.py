@@ -28,8 +28,6 @@ from flowgrpo_rc.rollout.transformers_engine import TransformersEngine
 
 
 class Recorded(DiffusersEngine):
-    """Changes what is recorded."""
-
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         for chunk in super().generate(request):
             yield replace(chunk, batch=self.record(chunk.batch))
@@ -44,15 +42,11 @@ class Bf16Latents(Recorded):
 
 
 class LateLogProbs(Recorded):
-    """Records each log-prob one step too late."""
-
     def record(self, batch: Any) -> Any:
         return batch.replace(rollout_log_probs=batch.rollout_log_probs.roll(-1, 1))
 
 
 class NanLogProbs(Recorded):
-    """One step overflows."""
-
     step = 1
     value = float("nan")
 
@@ -68,8 +62,6 @@ class InfLogProbs(NanLogProbs):
 
 
 class NoMeans(DiffusersEngine):
-    """Says that it records no means."""
-
     records_means = False
 
 
@@ -97,8 +89,6 @@ class OtherSettings(DiffusersEngine):
 
 
 class Guidance(OtherSettings):
-    """Samples with 1% more guidance."""
-
     def changed(self, request: ImageRequest) -> ImageRequest:
         return replace(
             request, spec=replace(request.spec, guidance_scale=1.01 * request.spec.guidance_scale)
@@ -113,8 +103,6 @@ class NoNegative(OtherSettings):
 
 
 class NoGuidance(NoNegative):
-    """Drops the guidance."""
-
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         _, negative = encode_prompts(self._model, request.prompts.prompts, request.spec)
         for chunk in super().generate(request):
@@ -128,8 +116,6 @@ class LateWindow(OtherSettings):
 
 
 class OtherSchedule(OtherSettings):
-    """Samples on another schedule."""
-
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options)
         walked = copy.copy(model)
@@ -147,8 +133,6 @@ class Shift(OtherSchedule):
 
 
 class NoShift(OtherSchedule):
-    """Drops the shift of the scheduler's settings."""
-
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options)
         scheduler = type(model.scheduler).from_config(
@@ -284,8 +268,6 @@ class OneByOne(OwnOptions):
 
 
 class Bf16Weights(OwnOptions):
-    """Computes in bf16 and says fp32."""
-
     own: Mapping[str, Any] = {"dtype": "bf16"}
     said = "fp32"
 
@@ -331,8 +313,6 @@ class OtherNoise(DiffusersEngine):
 
 
 class SharedNoise(OtherNoise):
-    """All samples of a prompt take the noise of the first one."""
-
     def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
         every = self.request.samples_per_prompt
         rows = [self.request.seeds.index(seed) for seed in seeds]
@@ -348,8 +328,6 @@ class NoiseOfChunks(OtherNoise):
 
 
 class SameNoise(OtherNoise):
-    """Every step of a sample takes the same noise."""
-
     def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
         return normal(shape, seeds, "step", 0)
 
@@ -363,8 +341,6 @@ class NeighboursNoise(OtherNoise):
 
 
 class LoudNoise(OtherNoise):
-    """The noise is a tenth too large."""
-
     def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
         return 1.1 * normal(shape, seeds, "step", step)
 
@@ -427,15 +403,11 @@ class Stripped(Collapsed):
 
 
 class OneLine(Collapsed):
-    """Turns newlines to spaces."""
-
     def changed(self, text: str) -> str:
         return text.replace("\n", " ")
 
 
 class TellsCollapsed(Collapsed):
-    """Records what it encoded."""
-
     tells = True
 
 

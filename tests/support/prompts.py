@@ -12,7 +12,6 @@ def random_images(count: int, size: int = 16, seed: int = 0) -> np.ndarray:
 
 
 def numbered_prompts(count: int, start: int = 0) -> list[Prompt]:
-    """Returns prompts whose target is their number."""
     return [
         Prompt(text=f'a "{index}"', index=index, target=str(index))
         for index in range(start, start + count)
@@ -20,7 +19,6 @@ def numbered_prompts(count: int, start: int = 0) -> list[Prompt]:
 
 
 def sums(*targets: str | None) -> list[Prompt]:
-    """Returns sums for a language model, with the given targets."""
     return [
         Prompt(text=f"{index}+{index}=", index=index, target=target)
         for index, target in enumerate(targets)
@@ -28,5 +26,4 @@ def sums(*targets: str | None) -> list[Prompt]:
 
 
 def brightness(sample: np.ndarray, prompt: Prompt) -> float:
-    """A reward for images and for videos."""
     return float(sample.mean()) / 255

@@ -47,7 +47,6 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def pictures(self, alt: str) -> list[str]:
-        """Returns the sources of the pictures with this text."""
         return [source for text, source in self.images if text == alt]
 
     def handle_endtag(self, tag: str) -> None:
@@ -58,7 +57,6 @@ class Page(HTMLParser):
 
 
 def chart_data(page: str, title: str) -> dict[str, Any]:
-    """Returns the data of a chart on a page."""
     pattern = (
         rf'aria-label="{re.escape(title)};[^>]*><script type="application/json">(.*?)</script>'
     )
@@ -67,7 +65,6 @@ def chart_data(page: str, title: str) -> dict[str, Any]:
 
 
 def visible_text(page: str) -> str:
-    """Returns the text of a page without its scripts and data."""
     return "".join(Page(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)).text)
 
 

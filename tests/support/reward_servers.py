@@ -90,7 +90,6 @@ def http(
 
 
 def chat(text: str | None, **further: Any) -> dict[str, Any]:
-    """Returns the answer of a chat server."""
     return {"choices": [{"message": {"content": text}, **further}]}
 
 
@@ -102,5 +101,4 @@ def shown(received: Received) -> list[int]:
 
 
 def answering(answer: Callable[[Received], object]) -> Behaviour:
-    """Returns the behaviour of a good server."""
     return lambda connection, received, server: connection.sendall(http(answer(received)))

@@ -80,14 +80,7 @@ _ASSIGNMENTS = {Tensor.data.__set__, Tensor.grad.__set__}
 
 
 class Event(NamedTuple):
-    """Names what makes the host wait, or a copy between the devices.
-
-    Attributes:
-      phase: where in the run, as `tagged_device` was told; empty elsewhere.
-      kind: one of `WAIT`, `TO_HOST` and `TO_DEVICE`.
-      call: the function of torch.
-      place: file and line of the package.
-    """
+    """What makes the host wait, or a copy between the devices; `place` is in the package."""
 
     phase: str
     kind: str
@@ -96,13 +89,7 @@ class Event(NamedTuple):
 
 
 class Record:
-    """Records what happened on the device.
-
-    Attributes:
-      events: how often what happened.
-      entered: phase -> how often it began.
-      refused: what was refused, also if something has caught the error.
-    """
+    """How often what happened, how often a phase began, and what was refused, caught or not."""
 
     def __init__(self) -> None:
         self.events: Counter[Event] = Counter()
@@ -112,7 +99,6 @@ class Record:
         self._phase = ContextVar("phase", default="")
 
     def note(self, kind: str, call: str) -> None:
-        """Counts an event of the present phase."""
         self.events[Event(self._phase.get(), kind, call, _place())] += 1
 
     def refuse(self, error: type[Exception], reason: str) -> Exception:
@@ -120,15 +106,8 @@ class Record:
         self.refused.append(f"{reason} ({_place()})")
         return error(self.refused[-1])
 
-    def waits(self, phase: str) -> dict[Event, int]:
-        """Returns how often the host waited for what in a phase."""
-        return self._found(phase, (WAIT, TO_HOST))
-
-    def sent(self, phase: str) -> dict[Event, int]:
-        """Returns how often the host sent what to the device in a phase."""
-        return self._found(phase, (TO_DEVICE,))
-
-    def _found(self, phase: str, kinds: tuple[str, ...]) -> dict[Event, int]:
+    def found(self, phase: str, *kinds: str) -> dict[Event, int]:
+        """Returns how often what of these kinds happened in a phase."""
         return {
             event: number
             for event, number in self.events.items()
@@ -168,12 +147,8 @@ class Tagged(Tensor):
 def tagged_device(phases: Mapping[str, tuple[Any, str]] | None = None) -> Iterator[Record]:
     """Lets torch see a CUDA device, in this thread and in those that it starts.
 
-    Args:
-      phases: name of a phase -> the object and the name of the function that it lasts. In nested
-        phases the inner one counts.
-
-    Yields:
-      What happens on the device.
+    phases: name of a phase -> the object and the name of the function that it lasts. In nested
+    phases the inner one counts.
     """
     record = Record()
     with ExitStack() as stack:
@@ -223,15 +198,7 @@ def _start_autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs
 
 
 def _group(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
-    """Groups tensors as torch's own function does, which is blind to tags.
-
-    Args:
-      lists: lists of the same length; the first one has no None.
-      with_indices: return the places of the tensors as well.
-
-    Returns:
-      Device and dtype of the first list's tensor -> the lists of a group, and their places.
-    """
+    """Groups tensors as torch's own function does, which is blind to tags."""
     groups: dict[Any, Any] = {}
     for place, row in enumerate(zip(*lists, strict=True)):
         key = CUDA if _tagged(row[0]) else row[0].device, row[0].dtype
@@ -292,7 +259,6 @@ class _Mode(TorchFunctionMode):
 
 
 def _move(record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Calls `to`, `cuda` or `cpu`."""
     tensor, *rest = args
     other = kwargs.get("other", rest[0] if rest else None)
     dtype = layout = None
@@ -420,7 +386,6 @@ def _device_type(device: Any) -> str | None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a value."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

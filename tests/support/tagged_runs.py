@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator
-from support.tagged_device import Record, Tagged, tagged_device
+from support.tagged_device import TO_DEVICE, TO_HOST, WAIT, Record, Tagged, tagged_device
 from torch import Tensor
 
 from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -61,13 +61,7 @@ TEXT = (
 
 
 def train(folder: Path, settings: tuple[str, ...], *, code: int = 0) -> Record:
-    """Runs the training command on the tagged device, and returns what happened there.
-
-    Args:
-      folder: the folder of the run.
-      settings: overrides, `IMAGES` or `TEXT` among them.
-      code: the exit code that is expected.
-    """
+    """Runs the training command on the tagged device, and returns what happened there."""
     with tagged_device(PHASES) as record:
         assert main(["train", *settings, f"trainer.output_dir={folder}"]) == code
     return record
@@ -79,10 +73,6 @@ def wrong(record: Record, *, waits_of_network: int = 0) -> list[str]:
     That is what the device refused; a wait in a micro-batch, more than 2 of an optimizer step, and
     more than 1 of a stochastic step of a rollout, which has 1 besides; and anything that the host
     sends in a micro-batch or an optimizer step.
-
-    Args:
-      record: of a run.
-      waits_of_network: how often a forward of the network may wait in a micro-batch.
     """
     allowed = {
         MICRO_BATCH: waits_of_network * record.entered[MICRO_BATCH],
@@ -92,10 +82,10 @@ def wrong(record: Record, *, waits_of_network: int = 0) -> list[str]:
     }
     found = list(record.refused)
     for phase, most in allowed.items():
-        waits = record.waits(phase)
+        waits = record.found(phase, WAIT, TO_HOST)
         if sum(waits.values()) > most:
             found += [f"{number} > {most}: {event}" for event, number in waits.items()]
-    sent = {**record.sent(MICRO_BATCH), **record.sent(OPTIMIZER_STEP)}
+    sent = record.found(MICRO_BATCH, TO_DEVICE) | record.found(OPTIMIZER_STEP, TO_DEVICE)
     return found + [f"{number} > 0: {event}" for event, number in sent.items()]
 
 

@@ -36,7 +36,6 @@ from diffusers import (
     SanaTransformer2DModel,
     SchedulerMixin,
     SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
@@ -73,6 +72,7 @@ _ENCODER = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+_SIZES = (((98, 70), (64, 64)), ((66, 80),))
 _FEW_TOKENS = {"base_image_seq_len": 8, "max_image_seq_len": 64}
 _VIDEO_VAE = {
     "base_dim": 8,
@@ -148,9 +148,7 @@ def png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def stable_diffusion_3(
-    *, scaling_factor: float = 1.5, shift_factor: float = 0.1
-) -> StableDiffusion3Pipeline:
+def stable_diffusion_3(*, scaling_factor: float = 1.5, shift_factor: float = 0.1) -> Any:
     """The bundled architecture with half of its layers."""
     vae = tiny_sd3.autoencoder()
     vae.register_to_config(scaling_factor=scaling_factor, shift_factor=shift_factor)
@@ -161,8 +159,7 @@ def stable_diffusion_3(
     return pipeline
 
 
-def euler(*, shift: float = 3.0, **options: Any) -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(shift=shift, **options)
+euler = partial(FlowMatchEulerDiscreteScheduler, shift=3.0)
 
 
 def flux(*, guidance_embeds: bool) -> FluxPipeline:
@@ -465,32 +462,16 @@ def sana(*, scheduler: Callable[[], SchedulerMixin] = euler) -> SanaPipeline:
     )
 
 
-def one_step_dpm() -> DPMSolverMultistepScheduler:
-    """Returns the scheduler of Sana's checkpoints at order 1: its steps are Euler's.
-
-    With so many training timesteps it starts next to sigma 1, where the adapter starts.
-    """
-    return DPMSolverMultistepScheduler(
-        num_train_timesteps=10**6,
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        flow_shift=3.0,
-        solver_order=1,
-    )
-
-
-def one_step_unipc() -> UniPCMultistepScheduler:
-    """Returns the scheduler of Wan's checkpoints at order 1, without corrector: its steps are
-    Euler's.
-    """
-    return UniPCMultistepScheduler(
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        flow_shift=3.0,
-        solver_order=1,
-        disable_corrector=list(range(100)),
-    )
-
+_ONE_STEP: dict[str, Any] = {
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "flow_shift": 3.0,
+    "solver_order": 1,
+}
+# The schedulers of Sana's and Wan's checkpoints at order 1: their steps are Euler's. With so many
+# training timesteps Sana's starts next to sigma 1, where the adapter starts.
+one_step_dpm = partial(DPMSolverMultistepScheduler, num_train_timesteps=10**6, **_ONE_STEP)
+one_step_unipc = partial(UniPCMultistepScheduler, disable_corrector=list(range(100)), **_ONE_STEP)
 
 _FLUX = Tiny(
     build=partial(flux, guidance_embeds=True),
@@ -526,7 +507,7 @@ TINY = {
         build=qwen_image_edit,
         unguided={"true_cfg_scale": 1.0},
         guided={"true_cfg_scale": 4.0},
-        image_sizes=(((98, 70), (64, 64)), ((66, 80),)),
+        image_sizes=_SIZES,
         condition_pixels=64 * 96,
         packages=("torchvision",),
     ),
@@ -547,7 +528,7 @@ VARIANTS = {
         guided={"guidance_scale": 1.0, "true_cfg_scale": 2.0},
     ),
     # Not all of its images are multiples of what a token covers.
-    "flux2_klein_edits": replace(_KLEIN, image_sizes=(((98, 70), (64, 64)), ((66, 80),))),
+    "flux2_klein_edits": replace(_KLEIN, image_sizes=_SIZES),
     "wan_unipc": replace(
         _WAN, build=partial(wan, scheduler=one_step_unipc), steps_are_eulers=False
     ),

@@ -71,11 +71,7 @@ def meet(folder: Path, mine: str, other: str) -> None:
 
 
 class Meeting(DiffusersEngine):
-    """Samples step 3 only while a step is trained.
-
-    Args:
-      folder: where the two meet.
-    """
+    """Samples step 3 only while a step is trained, which a file in `folder` tells."""
 
     def __init__(self, *given: Any, folder: str, **options: Any) -> None:
         super().__init__(*given, **options)
