@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,22 +28,22 @@ class Odd(Reward):
         return Scores(values=[float(sample.mean()) for sample in samples])
 """
 ODD = "reward.terms.odd"
-# By where the secret stands; {} is its place.
+# Options of the reward; SECRET is the place of a secret.
 PLACES = {
-    "key": f"{ODD}.key={{}}",
-    "bearer": f"{ODD}.bearer={{}}",
-    "spaces": f"{ODD}.password='{{}} horse {{}}'",
-    "number": f"{ODD}.db_password={{}}",
-    "camel": f"{ODD}.clientSecret={{}}",
-    "headers": f"{ODD}.headers={{{{X-Api-Key: {{}}, Authorization: 'Bearer {{}}'}}}}",
-    "nested": f"{ODD}.nested={{{{a: [{{{{b: {{{{auth_token: {{}}}}}}}}}}], c: 1}}}}",
-    "s3": f"{ODD}.s3='https://h/a?X-Amz-Credential={{}}&x=1&X-Amz-Signature={{}}'",
-    "aws": f"{ODD}.aws='https://h/a?AWSAccessKeyId={{}}&Signature={{}}'",
-    "azure": f"{ODD}.azure='https://h/a?sv=1&sig={{}}&se=2'",
-    "google": f"{ODD}.google='https://h/a?key={{}}&token={{}}'",
-    "user": f"{ODD}.user=postgres://me:{{}}@host/db",
-    "text": f"{ODD}.text='log in with password={{}} there'",
-    "joined": f"{ODD}.hftoken={{}}",
+    "key": "SECRET",
+    "bearer": "SECRET",
+    "password": "'SECRET horse SECRET'",
+    "db_password": "SECRET",
+    "clientSecret": "SECRET",
+    "headers": "{X-Api-Key: SECRET, Authorization: 'Bearer SECRET'}",
+    "nested": "{a: [{b: {auth_token: SECRET}}], c: 1}",
+    "s3": "'https://h/a?X-Amz-Credential=SECRET&x=1&X-Amz-Signature=SECRET'",
+    "aws": "'https://h/a?AWSAccessKeyId=SECRET&Signature=SECRET'",
+    "azure": "'https://h/a?sv=1&sig=SECRET&se=2'",
+    "google": "'https://h/a?key=SECRET&token=SECRET'",
+    "user": "postgres://me:SECRET@host/db",
+    "text": "'log in with password=SECRET there'",
+    "hftoken": "SECRET",
 }
 
 
@@ -54,15 +54,12 @@ def told(small: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("SOME_API_KEY", f"{CANARY}-environment")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    secrets = [text.replace("{}", CANARY + name) for name, text in _filled()]
+    secrets = [
+        f"{ODD}.{name}={text.replace('SECRET', CANARY + name)}" for name, text in PLACES.items()
+    ]
     note = f"{ODD}.note=from {CANARY}-environment"
     others = ("trainer.logger=[console,tensorboard,wandb]", "actor.optim.lr_scheduler=constant")
     return words_of(small, f"{ODD}._target_=odd_reward.Odd", *secrets, note, *others)
-
-
-def _filled() -> Iterator[tuple[str, str]]:
-    for name, text in PLACES.items():
-        yield name, text.format(*["{}"] * 3)
 
 
 def run(words: Sequence[str]) -> Ended:
@@ -98,7 +95,7 @@ def test_secrets_are_in_no_file(told: list[str], tmp_path: Path) -> None:
     assert leaks(folder) == []
     assert CANARY not in ended.output
     options = yaml.safe_load((folder / "config.yaml").read_text())["reward"]["terms"]["odd"]
-    assert options.keys() >= {name for name in PLACES if name in ("headers", "nested", "azure")}
+    assert options.keys() >= {"headers", "nested", "azure"}
     assert options["azure"] == "https://h/a?***"
     assert list(folder.rglob("*.wandb"))
     assert list(folder.rglob("events.out.tfevents.*"))

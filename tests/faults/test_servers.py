@@ -79,21 +79,21 @@ def dripping(clients: list[socket.socket]) -> Iterator[None]:
         thread.join()
 
 
+def check_an_honest_client(port: int) -> None:
+    url, token = f"http://127.0.0.1:{port}", "FLOWGRPO_REWARD_TOKEN"
+    reward = Remote(url=url, token_env=token, deadline_s=5, max_attempts=1)
+    images, prompts = random_images(5), numbered_prompts(5)
+    assert reward(images, prompts).values == Jpeg()(images, prompts).values
+
+
 @fault("300 clients without the token hold a connection", "an honest one is answered at once")
 @pytest.mark.parametrize("client", [silent, slow_headers, slow_body, wrong_token])
 def test_clients_that_hold_connections(port: int, client: Callable[[int], socket.socket]) -> None:
-    images, prompts = random_images(5), numbered_prompts(5)
     with ExitStack() as open_clients:
         clients = [open_clients.enter_context(client(port)) for _ in range(MANY)]
         with dripping([] if client is silent else clients):
-            reward = Remote(
-                url=f"http://127.0.0.1:{port}",
-                token_env="FLOWGRPO_REWARD_TOKEN",
-                deadline_s=5,
-                max_attempts=1,
-            )
             for _ in range(3):
-                assert reward(images, prompts).values == Jpeg()(images, prompts).values
+                check_an_honest_client(port)
 
 
 def png(width: int, height: int) -> str:
@@ -122,11 +122,9 @@ BOMBS = {
 
 @fault("a client with the token sends what cannot be read", "422 says why, and others are served")
 def test_bombs_of_a_client(port: int) -> None:
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}/v1/score"
     for name, content in BOMBS.items():
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-        answer = httpx2.post(f"{url}/v1/score", content=content, headers=headers, timeout=10)
+        answer = httpx2.post(url, content=content, headers=headers, timeout=10)
         assert answer.status_code == 422, (name, answer.text)
-    images, prompts = random_images(5), numbered_prompts(5)
-    reward = Remote(url=url, token_env="FLOWGRPO_REWARD_TOKEN", deadline_s=5, max_attempts=1)
-    assert reward(images, prompts).values == Jpeg()(images, prompts).values
+    check_an_honest_client(port)

@@ -84,60 +84,67 @@ def own_tokenizer_in_a_processor(model: Path) -> None:
     change(model / "model_index.json", tokenizer=["transformers", "CLIPProcessor"])
 
 
-@fault(
-    "a language model brings code, and the question whether to run it is answered with yes",
-    "nothing asks, nothing of it is imported, and a line says so",
-)
-@pytest.mark.parametrize("harm", [own_network, own_tokenizer])
-def test_code_of_a_language_model(
-    tiny_lm: Path, tmp_path: Path, mark: Path, harm: Callable[[Path], None]
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_lm, model)
-    (model / "evil.py").write_text(EVIL.format(mark=str(mark)))
-    harm(model)
-    words = ["train", "--config-name", "token_grpo", f"model.path={model}"]
-    ended = command(*words, f"trainer.output_dir={tmp_path / 'run'}", harm=say_yes)
-    assert not mark.exists()
-    assert ended.expect(2).error().startswith(f"error: model.path={model} needs Python code")
-    assert "[y/N]" not in ended.output
+def words_for(model: Path, small: list[str], run: Path) -> list[str]:
+    """Returns the words of a training of a model of images or of texts."""
+    if (model / "model_index.json").exists():
+        return words_of(small, f"model.path={model}")
+    return [
+        "train",
+        "--config-name",
+        "token_grpo",
+        f"model.path={model}",
+        f"trainer.output_dir={run}",
+    ]
 
 
 @fault(
-    "a diffusion model brings code, and the question whether to run it is answered with yes",
+    "a model brings code, and the question whether to run it is answered with yes",
     "nothing asks, nothing of it is imported, and a line says so",
 )
-@pytest.mark.parametrize("harm", [own_pipeline, own_component, own_tokenizer_in_a_processor])
-def test_code_of_a_diffusion_model(
-    checkpoint: Path, small: list[str], tmp_path: Path, mark: Path, harm: Callable[[Path], None]
+@pytest.mark.parametrize(
+    ("kind", "harm"),
+    [
+        ("text", own_network),
+        ("text", own_tokenizer),
+        ("images", own_pipeline),
+        ("images", own_component),
+        ("images", own_tokenizer_in_a_processor),
+    ],
+)
+def test_code_of_a_model(
+    checkpoint: Path,
+    tiny_lm: Path,
+    small: list[str],
+    tmp_path: Path,
+    mark: Path,
+    kind: str,
+    harm: Callable[[Path], None],
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(checkpoint, model)
+    shutil.copytree(tiny_lm if kind == "text" else checkpoint, model)
     for folder in (model, model / "vae", model / "tokenizer", Path.cwd()):
-        (folder / "evil.py").write_text(EVIL.format(mark=str(mark)))
+        if folder.is_dir():
+            (folder / "evil.py").write_text(EVIL.format(mark=str(mark)))
     harm(model)
-    ended = command(*words_of(small, f"model.path={model}"), harm=say_yes)
+    ended = command(*words_for(model, small, tmp_path / "run"), harm=say_yes)
     assert not mark.exists()
-    assert ended.expect(2, "never run").error().startswith(f"error: model.path={model}")
+    said = "needs Python code" if kind == "text" else "never run"
+    assert ended.expect(2, said).error().startswith(f"error: model.path={model}")
     assert "[y/N]" not in ended.output
 
 
 @fault("the weights of a model are pickles", "they are not opened, and a line names the model")
-@pytest.mark.parametrize("kind", ["diffusion", "causal_lm"])
+@pytest.mark.parametrize("kind", ["text", "images"])
 def test_pickled_weights(
     checkpoint: Path, tiny_lm: Path, small: list[str], tmp_path: Path, mark: Path, kind: str
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(checkpoint if kind == "diffusion" else tiny_lm, model)
-    part = "transformer/diffusion_pytorch_model" if kind == "diffusion" else "model"
+    shutil.copytree(tiny_lm if kind == "text" else checkpoint, model)
+    part = "transformer/diffusion_pytorch_model" if kind == "images" else "model"
     (model / f"{part}.safetensors").unlink()
-    part = part if kind == "diffusion" else "pytorch_model"
+    part = part if kind == "images" else "pytorch_model"
     (model / f"{part}.bin").write_bytes(pickle.dumps({"weight": Dropper(mark)}))
-    words = words_of(small, f"model.path={model}")
-    if kind == "causal_lm":
-        output = f"trainer.output_dir={tmp_path / 'run'}"
-        words = ["train", "--config-name", "token_grpo", f"model.path={model}", output]
-    ended = command(*words)
+    ended = command(*words_for(model, small, tmp_path / "run"))
     assert not mark.exists()
     assert ended.code in (1, 2), ended.output
     assert str(model) in ended.error()
