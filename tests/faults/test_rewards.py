@@ -73,7 +73,8 @@ def faulty(small: list[str], tmp_path: Path):
 @fault("a reward fails for all samples", "exit code 1; one line names the reward and its error")
 @pytest.mark.parametrize("how", SAID)
 def test_a_reward_that_always_fails(faulty, how: str) -> None:
-    ended = command(*faulty(how)).expect(1)
+    ended = command(*faulty(how))
+    assert ended.code == 1, ended.output
     assert ended.error().startswith("error: reward 'mine' failed for 2 of 2 samples")
     assert SAID[how] in ended.error()
     assert ended.seconds < 30
@@ -96,7 +97,7 @@ def test_a_reward_that_hangs_for_a_while(faulty, tmp_path: Path) -> None:
 
 @fault("a reward is slower than its limit", "exit code 1; the run goes on with a larger limit")
 def test_a_reward_that_is_slow(faulty, tmp_path: Path) -> None:
-    command(*faulty("is slow in step 2")).expect(1)
+    assert command(*faulty("is slow in step 2")).code == 1
     assert read_rows(tmp_path / "run")[-1]["step"] == 1
     command(*faulty("is slow in step 2", "reward.timeout_s=30")).expect(0)
     assert read_rows(tmp_path / "run")[-1]["step"] == 3

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from support.text_rollouts import lora_state, perturb
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
-from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.models.lora import add_lora
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
@@ -40,10 +41,7 @@ def make_spec(kind: str, guidance: float, **changes: object) -> SamplerSpec:
 def trained_lora(model: FlowModel) -> torch.nn.Module:
     """Adds a LoRA whose B is not zero, so that it takes part."""
     transformer = add_lora(model, ModelConfig(path="x", lora_rank=4, lora_alpha=8), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in lora_parameters(transformer).items():
-        if "lora_B" in name:
-            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    perturb(transformer, 0.02)
     return transformer
 
 
@@ -57,9 +55,7 @@ def sample_images(
     keep_means: bool = False,
 ) -> tuple[DiffusionBatch, np.ndarray]:
     engine = DiffusersEngine(model, transformer, dtype=spec.dtype, chunk_size=chunk)
-    engine.sync_weights(
-        {name: p.detach() for name, p in lora_parameters(transformer).items()}, version=3
-    )
+    engine.sync_weights(lora_state(transformer), version=3)
     prompts = [
         Prompt(text=f'"{word}"', index=i, target=word, negative_text="")
         for i, word in enumerate(WORDS)

@@ -43,6 +43,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from PIL import Image
+from support.image_rollouts import make_spec
 from transformers import (
     AddedToken,
     CLIPTextModel,
@@ -125,21 +126,13 @@ class Tiny:
             self.build().save_pretrained(folder)
 
     def spec(self, kind: str, guidance: Mapping[str, float], **changes: object) -> SamplerSpec:
-        values = {
-            "height": 32,
-            "width": 64,
+        own = {
             "num_inference_steps": 4,
-            "guidance_scale": 4.5,
-            "noise_level": 0.7,
-            "sde_type": kind,
-            "log_prob_convention": "gaussian",
-            "max_sequence_length": 16,
             "num_frames": self.num_frames,
             "condition_images": max(map(len, self.image_sizes), default=0),
             "condition_pixels": self.condition_pixels,
-            "dtype": "fp32",
         }
-        return SamplerSpec(**(values | dict(guidance) | changes))  # type: ignore[arg-type]
+        return make_spec(kind, 4.5, **own | dict(guidance) | changes)
 
 
 def png(pixels: np.ndarray) -> bytes:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from support.launching import wait_for
+
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
@@ -63,11 +65,7 @@ class OtherPackages(DiffusersEngine):
 def meet(folder: Path, mine: str, other: str) -> None:
     """Waits until two processes are here at the same time."""
     (folder / f"met_{mine}").touch()
-    deadline = time.monotonic() + 60
-    while not (folder / f"met_{other}").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{mine} has not met {other}")
-        time.sleep(0.01)
+    wait_for((folder / f"met_{other}").exists, timeout_s=60)
 
 
 class Meeting(DiffusersEngine):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from support.modes import make_update
 from support.runs import fingerprint
 from support.torchao import needs_torchao
-from support.updates import make_update
 from torch import nn
 
 from flowgrpo_rc.core.random import normal

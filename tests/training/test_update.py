@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.updates import make_update
+from support.modes import make_update
 
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.models.base import FlowModel
