@@ -194,13 +194,10 @@ def test_a_message_names_file_and_key(
         assert word in error
 
 
-def test_a_file_that_is_a_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mine\.yaml must hold a mapping"):
-        composed(tmp_path, "[rollout]")
-
-
-def test_a_folder_and_a_name_that_do_not_exist(tmp_path: Path) -> None:
+def test_a_folder_a_name_and_a_content_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--config-name other: .*there are .*tiny_ocr"):
         compose_config([], config_name="other", config_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"mine\.yaml must hold a mapping"):
+        composed(tmp_path, "[rollout]")
     with pytest.raises(ValueError, match="--config-dir"):
         compose_config([], config_name="other", config_dir=str(tmp_path / "none"))

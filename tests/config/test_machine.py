@@ -22,7 +22,7 @@ from flowgrpo_rc.config.machine import (
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher has started this process."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -51,7 +51,7 @@ def sizes(mini: int, micro: int) -> list[str]:
     ],
 )
 def test_auto_is_the_largest_number_that_shares_evenly(
-    alone: None, monkeypatch: pytest.MonkeyPatch, mini: int, micro: int, most: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, mini: int, micro: int, most: int, expected: int
 ) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: most)
     config = config_of("trainer.num_processes=auto", *sizes(mini, micro))
@@ -72,11 +72,7 @@ def test_auto_is_the_largest_number_that_shares_evenly(
     ],
 )
 def test_auto_leaves_workers_what_they_need(
-    alone: None,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: list[str],
-    on_cpu: int,
-    on_gpu: int,
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], on_cpu: int, on_gpu: int
 ) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -85,7 +81,7 @@ def test_auto_leaves_workers_what_they_need(
     assert num_processes(config, torch.device("cuda")) == on_gpu
 
 
-def test_one_process_drives_one_gpu(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_drives_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = config_of("trainer.num_processes=4", *sizes(12, 1))
     assert num_processes(config, CPU) == 4
@@ -93,7 +89,7 @@ def test_one_process_drives_one_gpu(alone: None, monkeypatch: pytest.MonkeyPatch
         num_processes(config, torch.device("cuda"))
 
 
-def test_shares_are_even_exactly_where_the_check_passes(alone: None) -> None:
+def test_shares_are_even_exactly_where_the_check_passes() -> None:
     config = config_of(*sizes(12, 6))
     for number in range(1, 30):
         if config.shares_evenly(number):
@@ -103,7 +99,7 @@ def test_shares_are_even_exactly_where_the_check_passes(alone: None) -> None:
                 check_settings(config, number)
 
 
-def test_replay_takes_as_many_processes_as_were_recorded(alone: None, tmp_path: Path) -> None:
+def test_replay_takes_as_many_processes_as_were_recorded(tmp_path: Path) -> None:
     config = config_of("trainer.num_processes=auto", f"data.replay_dir={tmp_path}", *sizes(12, 1))
     assert num_processes(config, CPU) == 1
     (tmp_path / "rollouts").mkdir()
@@ -120,7 +116,7 @@ def test_a_launcher_has_decided(monkeypatch: pytest.MonkeyPatch, asked: str) -> 
         num_processes(config_of("trainer.num_processes=4"), CPU)
 
 
-def test_a_run_inside_a_program_starts_none(alone: None) -> None:
+def test_a_run_inside_a_program_starts_none() -> None:
     assert processes_here(config_of("trainer.num_processes=auto")) == 1
     with pytest.raises(ValueError, match=r"trainer\.num_processes=2: only the command"):
         processes_here(config_of("trainer.num_processes=2"))
@@ -166,7 +162,6 @@ def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 3), (4, 4), (16, 4)])
 def test_two_cores_get_one_thread_and_more_cores_keep_torch_s_number(
-    alone: None,
     four_threads: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -181,7 +176,7 @@ def test_two_cores_get_one_thread_and_more_cores_keep_torch_s_number(
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "WORLD_SIZE"])
 def test_a_user_or_a_launcher_decides_about_threads(
-    alone: None, four_threads: None, monkeypatch: pytest.MonkeyPatch, variable: str
+    four_threads: None, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     monkeypatch.setenv(variable, "1")
@@ -191,11 +186,7 @@ def test_a_user_or_a_launcher_decides_about_threads(
 
 @pytest.mark.parametrize(("count", "warns"), [(1, False), (8, True)])
 def test_gpus_that_are_not_used_are_told(
-    alone: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    count: int,
-    warns: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int, warns: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert num_processes(config_of("trainer.num_processes=1"), torch.device("cuda")) == 1

@@ -196,14 +196,6 @@ def test_values_of_the_wrong_type_name_their_key(layer: dict, key: str) -> None:
         rollout_correction([layer])
 
 
-def test_a_file_in_another_folder_may_be_a_preset_alone(tmp_path: Path) -> None:
-    text = "defaults: [token_grpo, _self_]\nalgorithm: {rollout_correction: pg_is}\n"
-    (tmp_path / "mine.yaml").write_text(f"{text}trainer: {{seed: 7}}\n")
-    config = compose_config([], config_name="mine", config_dir=str(tmp_path))
-    assert config.algorithm.rollout_correction.loss_type == "reinforce"
-    assert config.trainer.seed == 7
-
-
 @pytest.mark.parametrize(
     ("parent", "section", "expected"),
     [
@@ -212,6 +204,7 @@ def test_a_file_in_another_folder_may_be_a_preset_alone(tmp_path: Path) -> None:
             "{preset: decoupled_seq_is_rs, rollout_is_threshold: 5.0}",
             ("sequence", False, 5.0),
         ),
+        ("token_grpo", "pg_is", ("sequence", True, 2.0)),
         ("token_grpo", "{use_tis: true, tis_level: geometric}", ("geometric", False, 2.0)),
         ("tiny_ocr", "{preset: decoupled_seq_is}", ("sequence", False, 2.0)),
         ("tiny_ocr", "{rollout_is: token}", ("token", False, 2.0)),
@@ -309,7 +302,6 @@ def test_saying_the_same_twice_is_no_contradiction(settings: str) -> None:
         (f"{SECTION}=pg_is {OTHER}=geo_rs", ["'pg_is'", "'geo_rs'", SECTION, OTHER]),
         (f"{SECTION}=pg_is {OTHER}.bypass_mode=false", ["preset=pg_is", "bypass_mode=False"]),
         (f"{SECTION}.use_tiss=true", ["use_tiss", "did you mean 'use_tis'?"]),
-        (f"{OTHER}.rollout_iss=token", ["rollout_iss", "did you mean 'rollout_is'?"]),
         (f"{SECTION}=pgis", ["'pgis'", "did you mean 'pg_is'?", "decoupled_geo_rs"]),
         (f"{SECTION}.preset=token_si", ["'token_si'", "did you mean 'token_is'?"]),
         (f"{SECTION}.custom_config_path=/no/file.yaml", ["custom_config_path=/no/file.yaml"]),

@@ -253,12 +253,13 @@ def test_no_preset_is_metrics_only() -> None:
 TRAINING, ROLLOUT = log_probs()
 MASK = torch.ones_like(TRAINING, dtype=torch.bool)
 ADVANTAGES = torch.linspace(-1, 1, TRAINING.numel(), dtype=torch.float64).reshape(TRAINING.shape)
+NORMALIZED = {
+    "rollout_is": "token",
+    "rollout_is_batch_normalize": True,
+    "rollout_token_veto_threshold": 0.5,
+}
 CONFIGS = [
-    {
-        "rollout_is": "token",
-        "rollout_is_batch_normalize": True,
-        "rollout_token_veto_threshold": 0.5,
-    },
+    NORMALIZED,
     {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
     {"rollout_rs": list(CRITERIA), "rollout_rs_threshold": 2.0},
 ]
@@ -310,11 +311,7 @@ def test_a_metric_of_slime_is_measured(name: str, both: bool) -> None:
     """With `both` it stands beside verl's name, with `slime` in its place."""
     mode = next((mode for mode, table in SLIME_FRACTIONS.items() if name in table.values()), None)
     config = RolloutCorrectionConfig(
-        rollout_is="token",
-        rollout_is_mode=mode,
-        rollout_is_batch_normalize=True,
-        rollout_token_veto_threshold=0.5,
-        metric_names="both" if both else "slime",
+        **NORMALIZED, rollout_is_mode=mode, metric_names="both" if both else "slime"
     )
     _, bag = flowgrpo_rc.apply_rollout_correction_to_diffusion_batch(
         diffusion_batch(ROLLOUT, old_log_probs=TRAINING), config

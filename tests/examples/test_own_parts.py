@@ -14,6 +14,8 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 
+MODE, STOCK = "actor.diffusion_loss.loss_mode", "StableDiffusion3Pipeline"
+
 
 @pytest.mark.parametrize("kind", ["images", "text"])
 def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str) -> None:
@@ -26,20 +28,16 @@ def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str)
     if kind == "images":
         own = DiffusionLossConfig(loss_mode="my_loss.Cispo", clip_ratio=0.3)
         config = LossConfig(rollout_correction=correction, diffusion_loss=own)
-        low = 0.3
-        high = 0.3
+        low = high = 0.3
         batch = diffusion_batch(rollout, **fields)
         loss = diffusion_loss
         number = kept.numel()
     else:
         own = TokenLossConfig(
-            loss_mode="my_loss.CispoTokens",
-            clip_ratio_low=0.2,
-            clip_ratio_high=0.4,
+            loss_mode="my_loss.CispoTokens", clip_ratio_low=0.2, clip_ratio_high=0.4
         )
         config = LossConfig(rollout_correction=correction, token_loss=own)
-        low = 0.2
-        high = 0.4
+        low, high = own.clip_ratio_low, own.clip_ratio_high
         batch = token_batch(rollout, torch.ones_like(kept), **fields)
         loss = token_loss
         number = kept.sum()
@@ -52,25 +50,13 @@ def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str)
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        (
-            "actor.diffusion_loss.loss_mode=my_loss.Nope",
-            ["actor.diffusion_loss.loss_mode", "'Nope'"],
-        ),
-        (
-            "actor.diffusion_loss.loss_mode=my_lost.Cispo",
-            ["actor.diffusion_loss.loss_mode", "'my_lost'", "PYTHONPATH"],
-        ),
-        ("actor.diffusion_loss.loss_mode=grpo", ["flow_dppo", "my_module.MyLoss"]),
+        (f"{MODE}=my_loss.Nope", [MODE, "'Nope'"]),
+        (f"{MODE}=my_lost.Cispo", [MODE, "'my_lost'", "PYTHONPATH"]),
+        (f"{MODE}=grpo", ["flow_dppo", "my_module.MyLoss"]),
         ("actor.token_loss.loss_mode=ppo", ["gspo", "my_module.MyLoss"]),
         ("model.adapter=my_modell.Chroma", ["model.adapter", "'my_modell'", "PYTHONPATH"]),
-        (
-            "model.adapter=flux",
-            ["StableDiffusion3Pipeline", "model.adapter=flux is for FluxPipeline"],
-        ),
-        (
-            "model.adapter=my_model.Chroma",
-            ["StableDiffusion3Pipeline", "model.adapter=my_model.Chroma is for Chroma"],
-        ),
+        ("model.adapter=flux", [STOCK, "model.adapter=flux is for FluxPipeline"]),
+        ("model.adapter=my_model.Chroma", [STOCK, "adapter=my_model.Chroma is for Chroma"]),
     ],
 )
 def test_wrong_names_say_what_is_allowed(

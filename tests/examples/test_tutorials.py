@@ -8,13 +8,7 @@ import minimal_flow_grpo
 import minimal_token_grpo
 import pytest
 import torch
-from support.builders import (
-    assert_same,
-    diffusion_batch,
-    drawn_log_probs,
-    gradient_of,
-    token_batch,
-)
+from support.builders import assert_same, diffusion_batch, drawn_log_probs, gradient_of, token_batch
 from support.documented import ROOT
 from torch import Tensor
 
@@ -89,12 +83,10 @@ def test_the_loss_of_text_is_that_of_the_package(mode: str) -> None:
         rollout_rs="token_k1",
         rollout_rs_threshold=tutorial.BAND,
     )
-    clip = {
-        "clip_ratio_low": tutorial.CLIP_RATIO,
-        "clip_ratio_high": tutorial.CLIP_RATIO,
-        "clip_ratio_c": None,
-    }
-    config = LossConfig(rollout_correction=correction, token_loss=TokenLossConfig(**clip))
+    clip = dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), tutorial.CLIP_RATIO)
+    config = LossConfig(
+        rollout_correction=correction, token_loss=TokenLossConfig(clip_ratio_c=None, **clip)
+    )
     batch = token_batch(rollout, mask, advantages=advantages, old_log_probs=old)
     batch = (
         apply_bypass_mode(batch)

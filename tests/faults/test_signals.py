@@ -59,18 +59,16 @@ def interrupted(small: list[str], tmp_path: Path, whole: Trained) -> Callable[[H
     return run
 
 
-@fault("a signal asks the run to stop", "exit code 75; the same command ends with equal results")
-@pytest.mark.parametrize("number", some(STOPS, 2), ids=lambda number: number.name)
-def test_a_signal(interrupted, tmp_path: Path, number: signal.Signals) -> None:
-    interrupted(at_change(tmp_path / "run", 20, partial(send, number)))
+CLOSED_TERMINAL = (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
 
 
-@fault(
-    "the terminal closes: SIGHUP twice, and SIGTERM",
-    "exit code 75; the same command ends with equal results",
+@fault("signals ask the run to stop", "exit code 75; the same command ends with equal results")
+@pytest.mark.parametrize(
+    "signals",
+    [CLOSED_TERMINAL, *some([(number,) for number in STOPS], 2)],
+    ids=lambda signals: "_".join(number.name for number in signals),
 )
-def test_a_closed_terminal(interrupted, tmp_path: Path) -> None:
-    signals = (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
+def test_signals(interrupted, tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
     interrupted(at_change(tmp_path / "run", 20, partial(send, *signals)))
 
 

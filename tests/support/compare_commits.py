@@ -244,26 +244,23 @@ def read(path: Path, checkout: str) -> dict[str, Any]:
 
 def difference(old: Any, new: Any) -> str | None:
     """Returns two values in words, None if they are equal; tensors bit for bit."""
-    one, other = worded(old), worded(new)
+    one, other = (
+        f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else str(value)
+        for value in (old, new)
+    )
     if type(old) is not type(new) or one != other:
         start = len(os.path.commonprefix([one, other]))  # noqa: RUF071 (letters are meant)
         cut = slice(max(0, start - 40), start + 100)  # long lines hold pictures
         return f"{one[cut]} before, {other[cut]} after"
-    if not isinstance(old, Tensor) or torch.equal(bytes_of(old), bytes_of(new)):
+    if not isinstance(old, Tensor):
         return None
-    changed = (bytes_of(old) != bytes_of(new)).any(1).nonzero()[:, 0]
+    bytes_of = (x.reshape(-1, 1).contiguous().view(torch.uint8) for x in (old, new))
+    changed = torch.ne(*bytes_of).any(1).nonzero()[:, 0]
+    if not len(changed):
+        return None
     index = tuple(int(axis) for axis in np.unravel_index(int(changed[0]), old.shape))
     values = f"{old[index].item()!r} before, {new[index].item()!r} after"
     return f"{len(changed)} of {old.numel()} elements, first at {list(index)}: {values}"
-
-
-def worded(value: Any) -> str:
-    """Returns the type and shape of a tensor, and a text as it is."""
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else str(value)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, 1).contiguous().view(torch.uint8)
 
 
 def compare_commits(before: str, after: str, names: Sequence[str], jobs: int) -> bool:

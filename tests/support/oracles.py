@@ -8,7 +8,7 @@ step whose difference is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, localcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -123,17 +123,18 @@ def std(values: Sequence[float], lost: int = 0) -> float:
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / count) if count else 0.0
 
 
+def cells(function: Callable[..., Any], *tables: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Applies a function to the cells of tables [B][T] that stand in the same place."""
+    rows = zip(*tables, strict=True)
+    return [[function(*cell) for cell in zip(*row, strict=True)] for row in rows]
+
+
 def subtract(training: Rows, rollout: Rows) -> list[list[float]]:
-    return [
-        [t - r for t, r in zip(*pair, strict=True)] for pair in zip(training, rollout, strict=True)
-    ]
+    return cells(lambda t, r: t - r, training, rollout)
 
 
 def finite_steps(difference: Rows, mask: Valid) -> list[list[bool]]:
-    return [
-        [ok and math.isfinite(x) for x, ok in zip(*pair, strict=True)]
-        for pair in zip(difference, mask, strict=True)
-    ]
+    return cells(lambda x, ok: ok and math.isfinite(x), difference, mask)
 
 
 def statistic(criterion: str, row: Sequence[float]) -> list[float]:
@@ -225,16 +226,13 @@ def correction(training: Rows, rollout: Rows, mask: Valid, rule: Rule) -> Expect
 
 
 def both(one: Valid, other: Valid) -> list[list[bool]]:
-    return [[a and b for a, b in zip(*pair, strict=True)] for pair in zip(one, other, strict=True)]
+    return cells(lambda a, b: a and b, one, other)
 
 
 def catastrophic(difference: Rows, mask: Valid, veto: float | None) -> list[list[bool]]:
     """Returns steps whose unbounded ratio is below the veto, or whose training log-prob is -inf."""
     limit = -math.inf if veto is None else math.log(veto)
-    return [
-        [ok and x < limit for x, ok in zip(*pair, strict=True)]
-        for pair in zip(difference, mask, strict=True)
-    ]
+    return cells(lambda x, ok: ok and x < limit, difference, mask)
 
 
 def normaliser(level: str, values: Rows, counted: Valid) -> float:
