@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,23 +19,15 @@ from pathlib import Path
 import pytest
 from support.documented import ROOT, Block, arguments, blocks
 from support.faults import forked
-from support.launching import run_shell
 
 from flowgrpo_rc.cli import main
 
 CAP = {
-    "train": (
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=0",
-        "trainer.save_freq=0",
-        "data.train_batch_size=2",
-        "rollout.n=4",
-        "rollout.val_kwargs.n=8",
-        "actor.ppo_mini_batch_size=2",
-        "actor.ppo_micro_batch_size_per_gpu=4",
-    ),
-    "calibrate": ("--prompts=1",),
-    "evaluate": ("rollout.val_kwargs.num_inference_steps=2",),
+    "train": """trainer.total_training_steps=2 trainer.test_freq=0 trainer.save_freq=0
+        data.train_batch_size=2 rollout.n=4 rollout.val_kwargs.n=8 actor.ppo_mini_batch_size=2
+        actor.ppo_micro_batch_size_per_gpu=4""",
+    "calibrate": "--prompts=1",
+    "evaluate": "rollout.val_kwargs.num_inference_steps=2",
 }
 
 
@@ -66,10 +60,19 @@ def _run_line(line: str, folder: Path) -> Path:
         return folder / shlex.split(line)[1]
     given = arguments(line)
     if given is None:
-        done = run_shell(f"set -e; {line}", folder)
+        own = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-ec", line],
+            cwd=folder,
+            env=os.environ | own,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     else:
-        _run(lambda: main([*given, *CAP.get(given[0], ())]), folder)
+        _run(lambda: main([*given, *CAP.get(given[0], "").split()]), folder)
     return folder
 
 

@@ -42,16 +42,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def small(overrides: list[str]) -> list[str]:
     """Overrides of a run of three small steps that saves each and evaluates before and after."""
-    return [
-        *overrides,
-        "trainer.total_training_steps=3",
-        "trainer.save_freq=1",
-        "trainer.test_freq=3",
-        "rollout.val_kwargs.n=2",
-        "rollout.dtype=bf16",
-        "actor.optim.lr_scheduler=linear",
-        "actor.ema.update_interval=3",
-    ]
+    own = """trainer.total_training_steps=3 trainer.save_freq=1 trainer.test_freq=3
+        rollout.val_kwargs.n=2 rollout.dtype=bf16 actor.optim.lr_scheduler=linear
+        actor.ema.update_interval=3"""
+    return [*overrides, *own.split()]
 
 
 @pytest.fixture(scope="session")

@@ -79,35 +79,22 @@ def state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
     return lambda path: path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
+LORA, STATE = "lora.safetensors", "state.json"
 CRAFTED = {
-    "a row to be broadcast": (
-        "lora.safetensors",
-        tensors(lambda found, first: found | {first: found[first][:1].clone()}),
-    ),
-    "a tensor is missing": (
-        "lora.safetensors",
-        tensors(lambda found, first: {name: found[name] for name in found if name != first}),
-    ),
-    "a tensor too many": (
-        "ema.safetensors",
-        tensors(lambda found, _: found | {"more": torch.zeros(1)}),
-    ),
-    "another dtype": (
-        "lora.safetensors",
-        tensors(lambda found, first: found | {first: found[first].half()}),
-    ),
+    "a row to be broadcast": (LORA, tensors(lambda t, one: t | {one: t[one][:1].clone()})),
+    "a tensor is missing": (LORA, tensors(lambda t, one: {k: t[k] for k in t if k != one})),
+    "a tensor too many": ("ema.safetensors", tensors(lambda t, _: t | {"more": torch.zeros(1)})),
+    "another dtype": (LORA, tensors(lambda t, one: t | {one: t[one].half()})),
     "a moment of another shape": (
         "optimizer.safetensors",
-        tensors(
-            lambda found, _: {name: t[:1].clone() if t.ndim else t for name, t in found.items()}
-        ),
+        tensors(lambda t, _: {k: v[:1].clone() if v.ndim else v for k, v in t.items()}),
     ),
-    "no tensors in the file": ("lora.safetensors", lambda path: path.write_bytes(b"\x08" * 64)),
-    "another step": ("state.json", state(lambda found: found | {"step": 7})),
-    "no state of the update": ("state.json", state(lambda found: {"step": found["step"]})),
-    "a list for a state": ("state.json", state(lambda found: [found])),
+    "no tensors in the file": (LORA, lambda path: path.write_bytes(b"\x08" * 64)),
+    "another step": (STATE, state(lambda found: found | {"step": 7})),
+    "no state of the update": (STATE, state(lambda found: {"step": found["step"]})),
+    "a list for a state": (STATE, state(lambda found: [found])),
     "a text for a number": (
-        "state.json",
+        STATE,
         state(lambda found: found | {"update": found["update"] | {"lr_schedule": "x"}}),
     ),
 }

@@ -98,32 +98,30 @@ def listening(pids: Sequence[int]) -> set[str]:
     return found
 
 
-REFUSED = {
-    "an address where nobody listens": (
-        ("rollout.ray_address=127.0.0.1:1",),
-        "error: rollout.ray_address=127.0.0.1:1 cannot be reached",
+REFUSED = [
+    ("rollout.ray_address=127.0.0.1:1", "rollout.ray_address=127.0.0.1:1 cannot be reached"),
+    ("rollout.ray_address=there", "rollout.ray_address=there cannot be reached"),
+    (
+        "rollout.gpus_per_worker=1",
+        "rollout.workers=2: with 1 GPUs each (rollout.gpus_per_worker) they need 2, and of 0 GPUs "
+        "here 0 train",
     ),
-    "no address": (
-        ("rollout.ray_address=there",),
-        "error: rollout.ray_address=there cannot be reached",
-    ),
-    "more GPUs than there are": (
-        ("rollout.gpus_per_worker=1",),
-        "error: rollout.workers=2: with 1 GPUs each (rollout.gpus_per_worker) they need 2, and of "
-        "0 GPUs here 0 train",
-    ),
-    "other packages": (
-        ("rollout.name=support.worker_engines.OtherPackages", "rollout.workers=1"),
-        "has other packages than the trainer: torch 0.1 there",
-    ),
-}
+]
 
 
-@fault("rollout workers cannot start", "one line says why, before anything is trained")
-@pytest.mark.parametrize("case", REFUSED)
-def test_no_worker_starts(with_workers: Callable[..., Ended], case: str) -> None:
-    settings, message = REFUSED[case]
-    with_workers(*settings).expect(1 if case == "other packages" else 2, message)
+@fault("rollout workers cannot start", "one line says why, before anything is loaded")
+@pytest.mark.parametrize(("setting", "message"), REFUSED)
+def test_workers_are_refused(
+    with_workers: Callable[..., Ended], setting: str, message: str
+) -> None:
+    with_workers(setting).expect(2, f"error: {message}")
+
+
+@fault("a rollout worker has other packages", "one line says so, before anything is trained")
+def test_other_packages(with_workers: Callable[..., Ended]) -> None:
+    engine = "rollout.name=support.worker_engines.OtherPackages"
+    said = "has other packages than the trainer: torch 0.1 there"
+    with_workers(engine, "rollout.workers=1").expect(1, said)
 
 
 @fault("Ray would listen on a network", "the run is refused")

@@ -34,28 +34,14 @@ def documented_commands() -> list[list[str]]:
 
 
 BYPASS, DECOUPLED = documented_commands()
-SMALL = (
-    "data.train_batch_size=2",
-    "rollout.n=4",
-    "rollout.micro_batch_size_per_gpu=8",
-    "rollout.val_kwargs.n=16",
-    "actor.ppo_mini_batch_size=2",
-    "actor.ppo_micro_batch_size_per_gpu=4",
-    "trainer.save_freq=2",
-    "trainer.device=cpu",
-)
+SMALL = """data.train_batch_size=2 rollout.n=4 rollout.micro_batch_size_per_gpu=8
+    rollout.val_kwargs.n=16 actor.ppo_mini_batch_size=2 actor.ppo_micro_batch_size_per_gpu=4
+    trainer.save_freq=2 trainer.device=cpu"""
 
 
 def command(folder: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[str]:
-    return [
-        sys.executable,
-        *launcher,
-        "-m",
-        "flowgrpo_rc.train",
-        *overrides,
-        *SMALL,
-        f"trainer.output_dir={folder}",
-    ]
+    words = ["-m", "flowgrpo_rc.train", *overrides, *SMALL.split(), f"trainer.output_dir={folder}"]
+    return [sys.executable, *launcher, *words]
 
 
 def train(folder: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -142,12 +128,7 @@ def test_bypass_training_shows_the_mismatch_of_a_bf16_engine(diffusers_run, tmp_
 
 def test_two_ranks_have_an_engine_each(diffusers_run: Path, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    rows = train(
-        tmp_path / "run",
-        *DECOUPLED,
-        "trainer.total_training_steps=2",
-        launcher=launcher,
-    )
+    rows = train(tmp_path / "run", *DECOUPLED, "trainer.total_training_steps=2", launcher=launcher)
     expected = read_rows(diffusers_run)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[1]["reward/mean"] == pytest.approx(expected[1]["reward/mean"], abs=0.02)
