@@ -41,6 +41,7 @@ class WorkerPool:
         self._settings = settings
         self._versions = dict(versions)
         self._free: asyncio.Queue[Any] = asyncio.Queue()
+        self._order = asyncio.Lock()
         self._adapters: dict[int, Any] = {}
         self._new_adapter = asyncio.Condition()
         self._waiting = 0
@@ -114,25 +115,28 @@ class WorkerPool:
         return dict(zip(STATUS, values, strict=True)), lost
 
     async def _next(self) -> Any:
-        """Waits for a free worker."""
+        """Waits for a free worker; those who came first get one first."""
         self._waiting += 1
         self._longest_queue = max(self._longest_queue, self._waiting - self._free.qsize())
         try:
-            while True:
-                try:
-                    worker = await asyncio.wait_for(self._free.get(), self._settings.timeout_s)
-                except TimeoutError:
-                    waited = time.monotonic() - self._none_since
-                    if self._ready or waited < self._settings.timeout_s:
-                        continue
-                    raise EngineError(self._none_started()) from None
-                break
+            # A queue may serve a newcomer before those who wait: the next step would overtake.
+            async with self._order:
+                worker = await self._freed()
         finally:
             self._waiting -= 1
         if worker is None:
             self._free.put_nowait(None)  # for the others who wait
             raise EngineError(f"no rollout worker is left: {'; '.join(self._lost[-3:])}")
         return worker
+
+    async def _freed(self) -> Any:
+        while True:
+            try:
+                return await asyncio.wait_for(self._free.get(), self._settings.timeout_s)
+            except TimeoutError:
+                waited = time.monotonic() - self._none_since
+                if not self._ready and waited >= self._settings.timeout_s:
+                    raise EngineError(self._none_started()) from None
 
     def _none_started(self) -> str:
         settings = self._settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -87,3 +88,41 @@ def test_an_address_is_tried() -> None:
         check_reachable("there")
     with pytest.raises(ValueError, match=r"rollout\.ray_address=127\.0\.0\.1:99999 cannot be"):
         check_reachable("127.0.0.1:99999")
+
+
+@needs_ray
+def test_chunks_are_sampled_in_the_order_in_which_they_were_asked_for() -> None:
+    """Also when a worker becomes free just as a later one asks."""
+    from flowgrpo_rc.workers.cluster import PoolSettings
+    from flowgrpo_rc.workers.pool import WorkerPool
+
+    settings = PoolSettings(
+        num_workers=1,
+        num_cpus=1,
+        num_gpus=0,
+        timeout_s=60.0,
+        max_restarts=0,
+        staleness=0,
+        chunk_size=1,
+        in_turn=False,
+    )
+
+    async def served() -> list[str]:
+        pool = WorkerPool([None], settings, {})
+        order: list[str] = []
+
+        async def ask(name: str) -> None:
+            await pool._next()
+            order.append(name)
+
+        first = asyncio.create_task(ask("first"))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(ask("second"))
+        await asyncio.sleep(0)  # the second is about to look into the queue
+        pool._free.put_nowait("worker")
+        await asyncio.sleep(0.05)
+        pool._free.put_nowait("worker")
+        await asyncio.gather(first, second)
+        return order
+
+    assert asyncio.run(served()) == ["first", "second"]
