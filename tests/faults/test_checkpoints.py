@@ -115,7 +115,7 @@ def test_crafted_manifest(finished: Path, small: list[str], name: str) -> None:
     for folder in (finished / "checkpoints").iterdir():
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").write_text(json.dumps(manifest | {name: "0" * 64}))
-    command(*words_of(small)).expect(1, "no name of a file here")
+    command(*words_of(small)).expect(1, "which is no file here")
 
 
 @fault("a killed process has left temporary files", "they are swept")
