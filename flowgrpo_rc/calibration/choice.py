@@ -109,7 +109,7 @@ def tolerates_mismatch(config: Config) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a calibration sets."""
+    """Holds what a calibration sets."""
 
     values: dict[str, Any]  # by key
     reason: str  # why this mode, with the numbers that decided

@@ -23,7 +23,7 @@ LEAST = {"mean": 0.01, "variance": 0.02, "kurtosis": 0.1}
 
 
 class NoiseReport(NamedTuple):
-    """What is said about the noise, a list of sentences each."""
+    """Holds what is said about the noise, a list of sentences each."""
 
     wrong: Sequence[str]  # steps have noise in common, or not the seeds', though the engine says so
     moments: Sequence[str]  # it is not standard normal, if means and standard deviations are right

@@ -119,7 +119,7 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool)
 
 
 class Rollouts(NamedTuple):
-    """What an engine sampled: many samples, and a few for the replays."""
+    """Holds what an engine sampled: many samples, and a few for the replays."""
 
     many: RecordedRollout
     few: RecordedRollout

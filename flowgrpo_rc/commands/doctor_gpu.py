@@ -54,7 +54,7 @@ _FAULT = 2.0  # mismatch over what the precisions explain
 
 
 class Finding(NamedTuple):
-    """What a check has found, in words, and what to do about it."""
+    """Says in words what a check has found, and what to do about it."""
 
     state: str  # ok, slow, broken or skipped
     found: str

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunInputs(NamedTuple):
-    """What a run starts from, read while it was checked."""
+    """Holds what a run starts from, read while it was checked."""
 
     prompts: Prompts  # without suites if nothing is trained
     read: Mapping[str, Input]  # what decides what is trained, by the setting that names it

@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What becomes of a setting."""
+    """Says what becomes of a setting."""
 
     settings: Mapping[str, Any] = {}  # key and value here; empty without a counterpart
     why: str = ""  # what the user should know

@@ -35,7 +35,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a step is made of: seconds are medians over a run's steps without the first."""
+    """Says what a step is made of; seconds are medians over a run's steps without the first."""
 
     chunks: int
     chunk_s: float

@@ -14,7 +14,7 @@ from flowgrpo_rc.plugins import check_choice, check_least, install_hint
 OLD_LOG_PROBS = ("auto", "recompute")
 REPLAYS = ("any", "aligned")
 OPTIMIZERS = ("adamw", "adamw_8bit")
-# Settings of the update that are 1 or more; those that may be null stand for all.
+# Settings of the update that are 1 or more, or null where the docstring says what null means.
 COUNTS = (
     "train_n",
     "ppo_mini_batch_size",

@@ -111,15 +111,18 @@ BANDS = {
 # --- Against the formula
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", [None, *LEVELS])
+# Mode, level of the weights, and whether they are normalised where there are some.
+WEIGHTS = [
+    *((mode, level, False) for mode in MODES for level in (None, *LEVELS)),
+    *((mode, level, True) for mode in ("decoupled", "reinforce") for level in LEVELS),
+]
+
+
+@pytest.mark.parametrize(("mode", "level", "normalised"), WEIGHTS)
 @pytest.mark.parametrize("criterion", BANDS)
 @pytest.mark.parametrize("normalize", [None, "kept"])
-@pytest.mark.parametrize("normalised", [False, True])
-def test_value_and_gradient(mode, level, criterion, normalize, normalised):
+def test_value_and_gradient(mode, level, normalised, criterion, normalize):
     """In bypass mode with PPO's clip weights are metrics: current / rollout is the weight."""
-    if normalised and (level is None or mode == "bypass"):
-        pytest.skip("no weights to normalise")
     rollout, old, now, advantages = drawn()
     rule = Rule(level, upper=1.2, bands=BANDS[criterion], normalise=normalised)
     written = settings(rule) | MODES[mode] | {"normalize": normalize}
