@@ -68,7 +68,6 @@ def prompts_of(config: Config) -> Prompts:
             negative_text=data.negative_prompt,
             key=f"data.{name}",
             most_images=config.rollout.pipeline.condition_images,
-            max_image_pixels=data.max_image_pixels,
         )
         for name, files in (("train_files", data.train_files), ("val_files", data.val_files))
     )

@@ -248,7 +248,25 @@ def _loggers(setting: Setting, given: Given) -> Outcome:
     return Outcome({"trainer.logger": AS_GIVEN if known == setting.value else known}, why)
 
 
-_RULES = {**REWARD_RULES, "loggers": _loggers}
+def _deviation(setting: Setting, given: Given) -> Outcome:
+    """Lets the estimator say what advantages are divided by, which two switches say there."""
+    by_batch = given.get("algorithm.global_std")
+    fits: list[str | None] = ["flow_grpo", "dance_grpo", "gdpo"]
+    if not given.get("algorithm.norm_adv_by_std_in_grpo", True):
+        fits = ["dr_grpo", "rloo"]
+    elif by_batch is None:  # any deviation will do, and so will the estimator of a file
+        fits += ["grpo", None]
+    elif not by_batch:
+        fits = ["grpo"]
+    chosen = given.get("algorithm.adv_estimator")
+    if chosen in fits:
+        return Outcome(why="as here")
+    if chosen is None:
+        return Outcome({"algorithm.adv_estimator": fits[0]})
+    return Outcome(why=f"here that is algorithm.adv_estimator={fits[0]}", stops=True)
+
+
+_RULES = {**REWARD_RULES, "loggers": _loggers, "deviation": _deviation}
 
 # --- Files
 

@@ -38,7 +38,6 @@ class DataConfig:
     train_batch_size: prompts of a step, of all processes together.
     negative_prompt: for prompts that bring none of their own; needs guidance.
     replay_dir: train on the trajectories that another run saved (its folder) instead of sampling.
-    max_image_pixels: the most pixels of a condition image; a larger one is an error.
     """
 
     train_files: Any = None
@@ -46,7 +45,6 @@ class DataConfig:
     train_batch_size: int = 48
     negative_prompt: str = ""
     replay_dir: str | None = None
-    max_image_pixels: int = 4096 * 4096
 
 
 @dataclass(kw_only=True)
@@ -272,6 +270,10 @@ GONE = {
     "actor.optim.max_nonfinite_updates": 5,
     "actor.optim.eps": 1e-8,
     "rollout.val_kwargs.seed": 42,
+    "rollout.calculate_log_probs": True,
+    "algorithm.norm_adv_by_std_in_grpo": None,
+    "algorithm.global_std": None,
+    "data.max_image_pixels": 4096 * 4096,
 }
 
 
@@ -288,7 +290,7 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         for key, value in GONE.items():
             section, _, name = key.rpartition(".")
             place = reduce(lambda tree, part: tree.get(part) or {}, section.split("."), stored)
-            if place.get(name) == value:
+            if name in place and place[name] == value:
                 del place[name]
         defaults = OmegaConf.structured(Config)
         defaults.reward.terms = {}  # the file names all rewards of the run

@@ -279,8 +279,8 @@ def require_rollout_log_probs(batch: Batch) -> Tensor:
     """
     if batch.rollout_log_probs is None:
         raise ValueError(
-            "rollout correction needs rollout_log_probs, which this rollout did not record: set "
-            "rollout.calculate_log_probs=true"
+            "rollout correction needs rollout_log_probs, which this rollout did not record: the "
+            "engine must give the log-prob of each step that it samples"
         )
     return batch.rollout_log_probs
 

@@ -10,11 +10,10 @@ from flowgrpo_rc.data.readers import Row
 from flowgrpo_rc.pictures import name_of, picture_size, verify_picture
 
 IMAGE_KEYS = ("image", "images")
+MAX_PIXELS = 4096 * 4096  # of one image
 
 
-def images_of(
-    row: Row, folder: Path, where: str, most: int, max_pixels: int
-) -> tuple[str | bytes, ...]:
+def images_of(row: Row, folder: Path, where: str, most: int) -> tuple[str | bytes, ...]:
     """Returns the images of a row, paths or contents of files, once each has been looked at.
 
     Args:
@@ -22,7 +21,6 @@ def images_of(
       folder: where paths start from.
       where: the place of the row, for messages.
       most: the most images of a prompt, which then has at least one; 0 refuses images.
-      max_pixels: the most pixels of an image.
 
     Raises:
       ValueError: there are too few or too many, or one is missing, too large or no picture.
@@ -41,10 +39,10 @@ def images_of(
         images = tuple(_image(value, folder) for value in values)
         for image in images:
             width, height = picture_size(image)
-            if width * height > max_pixels:
+            if width * height > MAX_PIXELS:
                 raise ValueError(
-                    f"{name_of(image)} has {width} x {height} pixels, more than "
-                    f"data.max_image_pixels={max_pixels}: make it smaller, or raise the limit"
+                    f"{name_of(image)} has {width} x {height} pixels, more than {MAX_PIXELS}: make "
+                    "it smaller"
                 )
             verify_picture(image)
     except ValueError as error:

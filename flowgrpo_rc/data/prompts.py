@@ -31,7 +31,6 @@ def read_prompts(
     negative_text: str = "",
     key: str = "data.train_files",
     most_images: int = 0,
-    max_image_pixels: int = 0,
 ) -> list[Prompt]:
     """Reads the prompts of one or several files, in order.
 
@@ -53,7 +52,6 @@ def read_prompts(
       negative_text: negative prompt of the prompts that have none.
       key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
       most_images: the most images of a prompt, which then has at least one; 0 refuses images.
-      max_image_pixels: the most pixels of an image.
 
     Returns:
       The prompts. Their `index` runs through all files.
@@ -74,7 +72,7 @@ def read_prompts(
         for place, row in rows:
             where = f"{key}: {file}, {place}"
             prompt = _prompt(row, where, len(prompts), require_target, negative_text)
-            images = images_of(row, file.parent, where, most_images, max_image_pixels)
+            images = images_of(row, file.parent, where, most_images)
             prompts.append(replace(prompt, images=images))
     return prompts
 

@@ -143,8 +143,8 @@ RULES = (
     ),
     Rule(
         *("is_mean", "rollout_is_mean", 0.5, 2.0),
-        "the shift is systematic; check that rollout.calculate_log_probs=True and the sampler's "
-        "settings agree on both sides, and {narrow}",
+        "the shift is systematic; check that the engine records the log-probs of its own samples, "
+        "with the sampler's settings, and {narrow}",
     ),
     Rule(
         *("veto", "rollout_is_veto_fraction", -inf, 0.1),

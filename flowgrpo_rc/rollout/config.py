@@ -163,8 +163,6 @@ class RolloutConfig:
         older.
     micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
         the replay aligned.
-    calculate_log_probs: record the log-probs of the rollout; false is refused, since nothing could
-        be corrected.
     temperature: of training text.
     prompt_length: of text, in tokens; a longer prompt is an error.
     response_length: of text, in tokens; a longer response is cut.
@@ -186,7 +184,6 @@ class RolloutConfig:
     merge_lora: bool | None = False
     staleness: int = 0
     micro_batch_size_per_gpu: int | None = None
-    calculate_log_probs: bool = True
     temperature: float = 1.0
     prompt_length: int = 512
     response_length: int = 512
@@ -298,10 +295,6 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.algo.noise_level={self.algo.noise_level}: give a number above 0"
                 + (" and at most 1 for cps" if upper == 1 else "")
-            )
-        if not self.calculate_log_probs:
-            raise ValueError(
-                "rollout.calculate_log_probs=false leaves nothing to correct with: set it to true"
             )
         self._check_workers()
         self.window()

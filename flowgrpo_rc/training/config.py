@@ -33,43 +33,14 @@ class AlgorithmConfig:
         of the batch), `grpo` (that of the group); over nothing: `dr_grpo`, and `rloo` (minus the
         mean of the group's others). `gdpo` does as `grpo` with each reward alone, then adds them by
         weight and divides by the standard deviation of the batch.
-    norm_adv_by_std_in_grpo: whether to divide by a standard deviation; null takes the estimator's
-        own.
-    global_std: whether that is the standard deviation of the batch; null takes the estimator's own.
     """
 
     adv_estimator: str = "flow_grpo"
-    norm_adv_by_std_in_grpo: bool | None = None
-    global_std: bool | None = None
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-
-    @property
-    def norm_by_std(self) -> bool:
-        """Whether advantages are divided by a standard deviation."""
-        own, _ = ESTIMATORS[self.adv_estimator]
-        return own if self.norm_adv_by_std_in_grpo is None else self.norm_adv_by_std_in_grpo
-
-    @property
-    def norm_by_global_std(self) -> bool:
-        """Whether that is the standard deviation of the batch, and not of the group."""
-        _, own = ESTIMATORS[self.adv_estimator]
-        return own if self.global_std is None else self.global_std
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
         check_choice("algorithm.adv_estimator", self.adv_estimator, ESTIMATORS)
-        if self.adv_estimator == "gdpo":
-            for name in ("norm_adv_by_std_in_grpo", "global_std"):
-                value = getattr(self, name)
-                if value is not None:
-                    raise ValueError(
-                        f"algorithm.{name}={value} has no effect with algorithm.adv_estimator=gdpo"
-                    )
-        if self.global_std and not self.norm_by_std:
-            raise ValueError(
-                "algorithm.global_std=true has no effect: by algorithm.norm_adv_by_std_in_grpo or "
-                f"algorithm.adv_estimator={self.adv_estimator}, no deviation is divided by"
-            )
         self.rollout_correction.validate()
 
 

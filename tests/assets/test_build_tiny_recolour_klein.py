@@ -14,7 +14,7 @@ from flowgrpo_rc.data.prompts import read_prompts
 
 def read(name: str) -> list[Prompt]:
     file = assets.path(f"prompts/recolour_{name}.jsonl")
-    return read_prompts(file, require_target=False, most_images=1, max_image_pixels=64 * 64)
+    return read_prompts(file, require_target=False, most_images=1)
 
 
 def test_the_bundled_editor_is_as_good_as_its_build_wrote_down() -> None:

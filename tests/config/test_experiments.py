@@ -58,7 +58,7 @@ def test_the_reference_recipe() -> None:
     config = experiment("sd35_medium_ocr_8xh100")
     assert config.rollout.window() == (9, 0, 9)  # the last step is not trained
     assert config.total_updates() == 2 * config.trainer.total_training_steps
-    assert (config.algorithm.norm_by_std, config.algorithm.norm_by_global_std) == (True, True)
+    assert config.algorithm.adv_estimator == "flow_grpo"
     correction = config.algorithm.rollout_correction  # its old log-probs are the rollout's
     assert correction.bypass_mode
     assert correction.rollout_is is correction.rollout_rs is None

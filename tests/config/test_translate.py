@@ -354,10 +354,12 @@ def test_the_documented_translations(there: str, here: str) -> None:
         ("reward.custom_reward_function.path=mine/score.py", True),
         ("reward.custom_reward_function.path=null", False),
         ("reward.reward_model.enable=True", True),
+        ("rollout.calculate_log_probs=False", True),
         ("trainer.total_epochs=3", True),
         ("trainer.v1.trainer_mode=separate_async", True),
         ("trainer.resume_from_path=/c", True),
         ("algorithm.trainer_type=direct_preference", True),
+        ("algorithm.norm_adv_by_std_in_grpo=True", False),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.max_num_seqs=32", False),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", False),
         ("trainer.n_gpus_per_node=8", False),
@@ -380,6 +382,17 @@ def test_a_key_that_would_change_the_training_stops_the_run(given: str, stops: b
     key = rows[0].key
     for ignored in (key, key.removeprefix(OTHER).rpartition(".")[0]):
         check(resolved(rows, [ignored]), [ignored])
+
+
+def test_the_estimator_says_what_is_divided_by() -> None:
+    for estimator, switches in {
+        "flow_grpo": "norm_adv_by_std_in_grpo=True global_std=True",
+        "grpo": "norm_adv_by_std_in_grpo=True adv_estimator=grpo",
+        "dr_grpo": "norm_adv_by_std_in_grpo=False global_std=False",
+        "gdpo": "global_std=True adv_estimator=gdpo",
+    }.items():
+        config = compose_config([f"algorithm.{switch}" for switch in switches.split()])
+        assert config.algorithm.adv_estimator == estimator
 
 
 def test_a_whole_command_may_choose_its_reward_here() -> None:

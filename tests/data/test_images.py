@@ -25,12 +25,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def read(
-    folder: Path, *rows: object, most: int = 2, pixels: int = 1000
-) -> list[tuple[object, ...]]:
+def read(folder: Path, *rows: object, most: int = 2) -> list[tuple[object, ...]]:
     file = folder / "train.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
-    prompts = read_prompts(file, require_target=False, most_images=most, max_image_pixels=pixels)
+    prompts = read_prompts(file, require_target=False, most_images=most)
     return [prompt.images for prompt in prompts]
 
 
@@ -42,7 +40,7 @@ def test_paths_stand_relative_to_the_file_and_are_no_metadata(folder: Path) -> N
         {"prompt": "x", "image": {"path": "b.png", "bytes": None}, "level": 3},
     ]
     assert read(folder, *rows) == [(a,), (b, a), (b,)]
-    (prompt,) = read_prompts([folder], require_target=False, most_images=2, max_image_pixels=99)[2:]
+    (prompt,) = read_prompts([folder], require_target=False, most_images=2)[2:]
     assert prompt.metadata == {"level": 3}
 
 
@@ -55,9 +53,7 @@ def test_files_may_hold_the_pictures_themselves(folder: Path) -> None:
         {"prompt": "x", "images": [{"bytes": None, "path": "a.png"}]},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
-    first, second = read_prompts(
-        folder / "train.parquet", require_target=False, most_images=1, max_image_pixels=99
-    )
+    first, second = read_prompts(folder / "train.parquet", require_target=False, most_images=1)
     assert first.images == (content,)
     assert np.array_equal(read_picture(first.images[0]), np.full((2, 3, 3), [255, 0, 0]))
     assert second.images == (str(folder / "a.png"),)
@@ -86,11 +82,13 @@ def test_what_is_wrong_is_said_with_its_line(
         read(folder, {"prompt": "x", "image": "a.png"}, {"prompt": "x"} | row)
 
 
-def test_a_picture_may_not_be_larger_than_the_limit(folder: Path) -> None:
+def test_a_picture_has_a_largest_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"prompt": "x", "image": "a.png"}
-    assert len(read(folder, row, pixels=48)) == 1
-    with pytest.raises(ValueError, match=r"a\.png has 8 x 6 pixels, more than data\.max_image_pix"):
-        read(folder, row, pixels=47)
+    monkeypatch.setattr("flowgrpo_rc.data.images.MAX_PIXELS", 48)
+    assert len(read(folder, row)) == 1
+    monkeypatch.setattr("flowgrpo_rc.data.images.MAX_PIXELS", 47)
+    with pytest.raises(ValueError, match=r"a\.png has 8 x 6 pixels, more than 47: make it smaller"):
+        read(folder, row)
 
 
 def test_an_image_for_a_model_that_is_given_none_is_refused(folder: Path) -> None:
