@@ -109,7 +109,7 @@ def _section(section: Any, prefix: str) -> Iterator[str]:
         yield f"## {prefix.removesuffix('.')}\n\n{first}\n"
         yield "|key|values|default|meaning|\n|---|---|---|---|"
     for name, value in parts.items():
-        if not dataclasses.is_dataclass(value):
+        if not dataclasses.is_dataclass(value) and name != "options":  # no key to write
             values = "; ".join(
                 filter(None, (_type(types[name]), allowed(prefix + name, types[name])))
             )
