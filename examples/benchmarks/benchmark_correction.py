@@ -33,19 +33,16 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
 
 import torch
+from parity_vectors import install
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from flowgrpo_rc import compute_rollout_correction_and_rejection_mask as ours
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "correction" / "parity"))
-from make_vectors import install
 
 VERSION = "0.9.1"
 WARM_UP = 3

@@ -1,24 +1,20 @@
 """Agreement with the published wheels verl 0.9.1 and 0.6.1.
 
-Their results are in `parity/`, made by the script there. Where this project differs on purpose, a
-test at the end shows it: the band of k1 criteria, sequences without a valid step, float32
-artefacts, tokens beyond the safety bound, and a batch whose weights are all 0.
+`examples/benchmarks/parity_vectors.py` has written their results into `parity/`. Where this project
+differs on purpose, a test at the end shows it: the band of k1 criteria, sequences without a valid
+step, float32 artefacts, tokens beyond the safety bound, and a batch whose weights are all 0.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parity_vectors import load_vectors
 
 from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
-
-sys.path.insert(0, str(Path(__file__).parent / "parity"))
-from make_vectors import load_vectors
 
 CASES = {version: load_vectors(version) for version in ("0.9.1", "0.6.1")}
 EXCEPTIONS = load_vectors("0.9.1", "exceptions")

@@ -1,10 +1,11 @@
 """Makes the parity vectors from the published wheels of verl (a minute, PyPI only).
 
-    python tests/correction/parity/make_vectors.py
+    python examples/benchmarks/parity_vectors.py
 
-For each version in WHEELS the script installs `verl==X` by name with `pip install --no-deps
---target` into a temporary folder, runs itself in a subprocess with that folder first on the path,
-and calls the wheel's own `verl.trainer.ppo.rollout_corr_helper`. Nothing is stubbed or patched.
+`tests/correction/test_parity.py` compares this project with them. For each version in WHEELS the
+script installs `verl==X` by name with `pip install --no-deps --target` into a temporary folder,
+runs itself in a subprocess with that folder first on the path, and calls the wheel's own
+`verl.trainer.ppo.rollout_corr_helper`. Nothing is stubbed or patched.
 REQUIREMENTS is what that import needs in addition to this project's environment, which also lends
 torch (2.13.0, so pip never fetches another); 0.6.1 needs transformers 4. Two runs on one machine
 write identical files; another CPU may round a float32 `exp` differently in the last bit.
@@ -35,7 +36,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[2] / "tests" / "correction" / "parity"
 CASES = 300
 MARGIN = 1e-5
 REQUIREMENTS = """
