@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,19 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step 1 is not saved: 1 tensors are not finite"):
         save_checkpoint(tmp_path, checkpoint, keep=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """A limit of the file size stands for the full disk: the write fails half-way."""
+    save_checkpoint(tmp_path, make(1), keep=2)
+    large = make(2)
+    large.tensors["lora"]["a"] = torch.zeros(9999)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"step_2.*free some space"):
+            save_checkpoint(tmp_path, large, keep=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert load_checkpoint(tmp_path / "step_1").step == 1

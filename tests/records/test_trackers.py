@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_a_tracker_that_raises_is_off_and_the_others_go_on(
 
 # Two commands on one run: steps 0 and 1, and after a resume step 2.
 TWO_COMMANDS = """
-import sys
+import math, sys
 from pathlib import Path
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -108,7 +109,9 @@ from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 
 logger, run_dir = sys.argv[1], Path("run")
 run_dir.mkdir()
-config = {"model": {"path": "p", "api_key": "topsecret"}, "data": {"files": ["a", "b"], "n": None}}
+terms = {"mine": {"weight": 2.0, "note": "topsecret"}, "jpeg": None}
+config = {"model": {"path": "tiny_model", "api_key": "topsecret"}, "reward": {"terms": terms}}
+config["data"] = {"files": ["a", "b"], "n": None}
 for steps in ([0, 1], [2]):
     accelerator = Accelerator(cpu=True, log_with=accelerate_loggers([logger]), project_dir=run_dir)
     trackers = Trackers(
@@ -120,22 +123,29 @@ for steps in ([0, 1], [2]):
         first_step=steps[0],
     )
     for step in steps:
-        trackers.log(step, {"rollout_corr/logprob_abs_diff/ts_1000": step / 4})
-        trackers.log_image(step, "val/samples", Image.new("RGB", (8, 8)))
-    trackers.alert(steps[0], "a warning")
+        mismatch = {"rollout_corr/logprob_abs_diff/ts_1000": step / 4}
+        trackers.log(step, mismatch | {"actor/pg_loss": math.nan})
+        trackers.log_image(step, "val/samples", Image.new("RGB", (16, 8), "red"))
+    trackers.alert(steps[0], "kl is outside its bounds")
     trackers.finish()
     AcceleratorState._reset_state(reset_partial_state=True)
 """
+MISMATCH = "rollout_corr/logprob_abs_diff/ts_1000"
 
 
-def two_commands(logger: str, folder: Path) -> None:
-    """Runs them with everything that a tracker keeps below `folder`."""
+def two_commands(logger: str, folder: Path) -> list[Path]:
+    """Runs them with everything that a tracker keeps below `folder`; returns its files.
+
+    They hold what was measured, and no secret.
+    """
+    pytest.importorskip(logger)
     own = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "TRACKIO_DIR": str(folder / "trackio"),
         "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "SWANLAB_MODE": "offline",
+        "WANDB_API_KEY": "topsecret" * 5,
         "WANDB_MODE": "offline",
     }
     words = [sys.executable, "-c", TWO_COMMANDS, logger, "api_key=topsecret"]
@@ -143,28 +153,50 @@ def two_commands(logger: str, folder: Path) -> None:
         words, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("logger", ["trackio", "swanlab", "mlflow", "aim"])
-def test_a_tracker_takes_everything_and_no_secret_reaches_it(logger: str, tmp_path: Path) -> None:
-    pytest.importorskip(logger)
-    two_commands(logger, tmp_path)
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    files = [path for path in folder.rglob("*") if path.is_file()]
     content = b"".join(str(path).encode() + path.read_bytes() for path in files)
     assert b"logprob_abs_diff" in content
     assert b"topsecret" not in content
+    return files
+
+
+@pytest.mark.parametrize("logger", ["swanlab", "mlflow", "aim"])
+def test_a_tracker_takes_everything_and_no_secret_reaches_it(logger: str, tmp_path: Path) -> None:
+    two_commands(logger, tmp_path)
+
+
+def test_wandb_goes_on_in_its_run_and_keeps_settings_pictures_and_warnings(tmp_path: Path) -> None:
+    files = two_commands("wandb", tmp_path)
+    identity = (tmp_path / "run" / "wandb_id").read_text()
+    assert re.fullmatch(r"[0-9a-f]{16}", identity)
+    records = [path for path in files if path.suffix == ".wandb"]
+    assert [path.name for path in records] == [f"run-{identity}.wandb"] * 2
+    for record in records:
+        content = record.read_bytes()
+        words = (b"logprob_abs_diff", b"tiny_model", b"mine", b"experiment", b"kl is outside its")
+        assert all(word in content for word in words)
+    assert len([path for path in files if path.suffix == ".png"]) == 3
+
+
+def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
+    files = two_commands("tensorboard", tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = {path.parent for path in files if "tfevents" in path.name}
+    found = EventAccumulator(str(folder)).Reload()
+    logged = [(event.step, event.value) for event in found.Scalars(MISMATCH)]
+    assert logged == [(step, step / 4) for step in (0, 1, 2)]
+    assert [(image.width, image.height) for image in found.Images("val/samples")] == [(16, 8)] * 3
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_of_trackio(tmp_path: Path) -> None:
-    pytest.importorskip("trackio")
     two_commands("trackio", tmp_path)
     with sqlite3.connect(tmp_path / "trackio" / "project.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics").fetchall()
         ((settings,),) = database.execute("select config from configs").fetchall()
     database.close()
     numbers = [(run, step, json.loads(metrics)) for run, step, metrics in rows]
-    name = "rollout_corr/logprob_abs_diff/ts_1000"
-    logged = [(run, step, found[name]) for run, step, found in numbers if name in found]
+    logged = [(run, step, found[MISMATCH]) for run, step, found in numbers if MISMATCH in found]
     assert logged == [("experiment", step, step / 4) for step in (0, 1, 2)]
     assert sum("val/samples" in found for _, _, found in numbers) == 3
-    assert json.loads(settings)["model.path"] == "p"
+    assert json.loads(settings)["model.path"] == "tiny_model"
