@@ -12,7 +12,6 @@ import torch
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of, update_of
-from support.runs import Train
 from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
 
@@ -320,21 +319,3 @@ def test_the_window_decides_what_a_forward_sees() -> None:
     assert config.why_recompute() is None
     config.actor.old_log_probs = "recompute"
     assert config.why_recompute() == "actor.old_log_probs=recompute"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["actor.old_log_probs=never"], ["actor.old_log_probs", "auto, recompute"]),
-        (
-            ["actor.old_log_probs=recompute", f"{RC}.bypass_mode=true"],
-            ["actor.old_log_probs", "bypass_mode"],
-        ),
-    ],
-)
-def test_settings_that_are_refused(
-    train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    assert train(*options) == 2
-    error = capsys.readouterr().err
-    assert all(word in error for word in words), error

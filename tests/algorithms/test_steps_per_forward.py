@@ -11,13 +11,11 @@ import torch
 from support.builders import loss_config
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of, update_of
-from support.runs import Train
 from support.subjects import with_own_network
 from torch import Tensor
 
 from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
@@ -215,32 +213,6 @@ def test_fp32_and_checkpointed_gradients_are_close(model: FlowModel) -> None:
     size = torch.cat([gradient.flatten() for gradient in one.gradients]).norm()
     for gradient, other in zip(together.gradients, one.gradients, strict=True):
         assert (gradient - other).norm() <= 1e-3 * size
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["actor.steps_per_forward=0"], ["actor.steps_per_forward=0", "at least 1"]),
-        (["actor.steps_per_forward=9"], ["actor.steps_per_forward=9", "SDE steps"]),
-        (
-            ["actor.steps_per_forward=null", "actor.replay=aligned"],
-            ["actor.replay=aligned", "actor.steps_per_forward=None"],
-        ),
-    ],
-)
-def test_settings_that_are_refused(
-    train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    assert train(*options) == 2
-    error = capsys.readouterr().err
-    assert all(word in error for word in words), error
-
-
-@pytest.mark.parametrize("size", ["2", "null"])
-def test_text_has_no_such_steps(size: str, capsys: pytest.CaptureFixture) -> None:
-    options = [f"actor.steps_per_forward={size}", "trainer.device=cpu"]
-    assert main(["train", "--config-name", "token_grpo", *options]) == 2
-    assert "actor.steps_per_forward is set but has no effect" in capsys.readouterr().err
 
 
 def test_the_word_for_all_steps_is_null() -> None:

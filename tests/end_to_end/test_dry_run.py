@@ -68,7 +68,9 @@ IMAGES = [
     ("actor.optim.lr=-1", "actor.optim.lr=-1"),
     ("actor.optim.name=sgd", "actor.optim.name='sgd'"),
     ("actor.diffusion_loss.clip_ratio=2", "clip_ratio=2"),
-    ("actor.old_log_probs=never", "actor.old_log_probs='never'"),
+    ("actor.old_log_probs=never", "actor.old_log_probs='never': allowed are auto, recompute"),
+    ("actor.steps_per_forward=0", "actor.steps_per_forward=0: give at least 1"),
+    ("actor.steps_per_forward=9", "SDE steps"),
     ("actor.replay=same", "actor.replay='same'"),
     ("algorithm.adv_estimator=gae", "algorithm.adv_estimator='gae'"),
     ("trainer.max_time=0", "trainer.max_time"),
@@ -81,6 +83,7 @@ IMAGES = [
     ("actor.ppo_mini_batch_size=3", "data.train_batch_size=4"),
     ("actor.ppo_micro_batch_size_per_gpu=3", "4 samples"),
     ("actor.replay=aligned rollout.micro_batch_size_per_gpu=4", "make them equal"),
+    ("actor.replay=aligned actor.steps_per_forward=null", "actor.steps_per_forward=None"),
     ("actor.ema.update_interval=99", "4 updates"),
     ("data.train_batch_size=64", "data.train_batch_size=64"),
     # Without effect.
@@ -152,6 +155,8 @@ TEXTS = [
     ("reward.terms.jpeg.weight=1", "reward.terms.jpeg scores images"),
     ("rollout.algo.noise_level=0.5", "rollout.algo is set"),
     ("actor.diffusion_loss.clip_ratio=1e-3", "actor.diffusion_loss is set"),
+    ("actor.steps_per_forward=2", "actor.steps_per_forward is set but has no effect"),
+    ("actor.steps_per_forward=null", "actor.steps_per_forward is set but has no effect"),
     ("rollout.prompt_length=3", "rollout.prompt_length=3"),
     ("rollout.temperature=0", "rollout.temperature"),
     ("actor.replay=aligned", "actor.replay=aligned is for images"),
@@ -240,8 +245,8 @@ def test_texts(ask: Ask, further: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("further", "words"),
     [
-        ("rollout.quantization=fp8", "needs torchao"),
-        ("actor.optim.name=adamw_8bit", "needs torchao"),
+        ("rollout.quantization=fp8", "fp8 needs torchao: pip install 'torchao"),
+        ("actor.optim.name=adamw_8bit", "adamw_8bit needs torchao: pip install 'torchao"),
         ("rollout.compile=true", "C++ compiler"),
     ],
 )

@@ -34,7 +34,6 @@ from flowgrpo_rc.rollout.quantization import (
     repeated_blocks,
 )
 from flowgrpo_rc.rollout.replica import Replica
-from flowgrpo_rc.training import config as training_config
 
 QUANTIZATIONS = [
     pytest.param(name, marks=needs_int8_kernels) if name == "int8_dynamic" else name
@@ -159,23 +158,6 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
 
 
 # --- What they need
-
-
-def test_a_missing_package_or_compiler_is_named(train, capsys, monkeypatch):
-    for module in (check_engine, training_config):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
-    monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
-    for override, words in (
-        (
-            "rollout.quantization=fp8",
-            ["rollout.quantization=fp8 needs torchao", "pip install 'torchao"],
-        ),
-        ("actor.optim.name=adamw_8bit", ["adamw_8bit needs torchao", "pip install 'torchao"]),
-        ("rollout.compile=true", ["rollout.compile=true", "C++ compiler"]),
-    ):
-        assert train(override) == 2
-        error = capsys.readouterr().err
-        assert all(word in error for word in words), error
 
 
 @pytest.mark.parametrize(

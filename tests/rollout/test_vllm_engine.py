@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -254,12 +253,6 @@ def test_construction(vllm: FakeVllm, model: CausalLM, checkpoint: Path) -> None
     unknown = r"rollout\.engine_kwargs\.max_model_length.*'max_model_len'"
     with pytest.raises(ValueError, match=unknown):
         make(model, max_model_length=32)
-
-
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_the_extra_is_named() -> None:
-    with pytest.raises(ImportError, match="vLLM is not installed: pip install 'vllm="):
-        VllmEngine.check("", [], torch.device("cpu"), {})
 
 
 def test_each_sample_is_a_request_with_its_own_seed(vllm: FakeVllm, model: CausalLM) -> None:

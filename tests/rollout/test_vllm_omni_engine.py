@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -72,12 +71,6 @@ def test_each_family_is_sampled_or_refused(pipeline_class):
     else:
         with suppress(ImportError):
             VllmOmniEngine.check(pipeline_class, [], CPU, options)
-
-
-@pytest.mark.skipif(find_spec("vllm_omni") is not None, reason="vLLM-Omni is installed")
-def test_the_missing_package_is_named(train, capsys):
-    assert train("rollout.name=vllm_omni") == 2
-    assert "vLLM-Omni is not installed: pip install 'vllm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sleep", [True, False])
