@@ -150,21 +150,6 @@ def test_decoupled_with_rollout_equal_to_old_is_bypass_and_plain_ppo(level):
     assert torch.equal(found[1], other[1])
 
 
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-@pytest.mark.parametrize("move", [0.3, -0.3, 0.05, -0.05])
-def test_the_clipped_side_has_no_gradient_and_the_other_has(advantage, move):
-    """An update that would go on in its direction is clipped: above for A > 0, below for A < 0."""
-    rollout = torch.zeros(1, 1, dtype=torch.float64)
-    batch = bypass(rollout, torch.full((1, 1), advantage, dtype=torch.float64))
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=0.1)
-    value, gradient, _ = value_and_gradient(config, rollout + move, batch)
-    beyond = abs(move) > 0.1 and (advantage > 0) == (move > 0)
-    ratio = 1 + math.copysign(0.1, move) if beyond else math.exp(move)
-    assert value == pytest.approx(-advantage * ratio, abs=1e-14)
-    assert gradient.item() == pytest.approx(0 if beyond else -advantage * math.exp(move), abs=1e-14)
-    assert beyond == (gradient.item() == 0)
-
-
 def test_on_policy_the_gradient_is_that_of_the_policy_gradient():
     rollout, _, _, advantages = drawn()
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=1e-5, adv_clip=100)

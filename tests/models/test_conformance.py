@@ -370,6 +370,7 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(subject):
     network = trained_lora(model)
     for guidance in GUIDANCE:
         batch, _ = roll(model, network, tiny, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
+        assert batch.all_latents.dtype == batch.rollout_log_probs.dtype == torch.float32
         assert 1e-7 < difference(model, network, batch).abs().mean() < BF16_BOUND
 
 
