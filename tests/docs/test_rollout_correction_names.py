@@ -90,10 +90,13 @@ def test_the_page_has_every_name_of_ours() -> None:
     flags = {flag.removeprefix("--").replace("-", "_") for flag in names("slime's flags")}
     for name in (*KNOWN_KEYS, *PRESETS):
         assert f"`{name}`" in page or name in flags, name
-    renamed = {
-        new for table in (SLIME_NAMES, *SLIME_FRACTIONS.values()) for new in table.values()
-    } | {"ois"}
-    assert renamed == set(names("slime's metrics"))
+    renamed = {"ois": "ratio_mean"}
+    for table in (SLIME_NAMES, *SLIME_FRACTIONS.values()):
+        renamed |= {slime: ours for ours, slime in table.items()}
+    slime = [row for row in ROWS if row.section == "slime's metrics"]
+    assert renamed == {
+        new: ours for row in slime for new, ours in zip(row.there, row.here, strict=True)
+    }
 
 
 ALLOWED = {
@@ -303,28 +306,3 @@ def test_the_metrics_are_measured_by_the_loss_in_bypass_mode(text: bool) -> None
     missing = {f"rollout_corr/{name}" for name in MEASURED} - set(found)
     assert missing == set()
     assert all(math.isfinite(value) for value in found.values())
-
-
-@pytest.mark.parametrize("name", names("slime's metrics"))
-@pytest.mark.parametrize("both", [False, True], ids=["slime", "both"])
-def test_a_metric_of_slime_is_measured(name: str, both: bool) -> None:
-    """With `both` it stands beside verl's name, with `slime` in its place."""
-    mode = next((mode for mode, table in SLIME_FRACTIONS.items() if name in table.values()), None)
-    config = RolloutCorrectionConfig(
-        **NORMALIZED, rollout_is_mode=mode, metric_names="both" if both else "slime"
-    )
-    _, bag = flowgrpo_rc.apply_rollout_correction_to_diffusion_batch(
-        diffusion_batch(ROLLOUT, old_log_probs=TRAINING), config
-    )
-    found = bag.compute() | by_the_loss(config, text=False)
-    (row,) = [row for row in ROWS if row.section == "slime's metrics" and name in row.there]
-    ours = row.here[row.there.index(name)]
-    assert math.isfinite(found[name])
-    assert (ours in found) == both
-    assert not both or found[ours] == found[name]
-
-
-def test_slime_s_ratio_of_the_update_is_one_of_decoupled_mode() -> None:
-    assert "ois" not in by_the_loss(
-        RolloutCorrectionConfig(bypass_mode=True, metric_names="slime"), text=True
-    )

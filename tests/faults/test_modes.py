@@ -90,12 +90,6 @@ def test_phases_of_text(
     assert final_state(tmp_path / "run") == trained(TEXT).state
 
 
-@fault("a text run has few tokens to tell a fault of the engine by", "no fault is reported")
-def test_a_small_text_run(trained: Callable[[Sequence[str]], Trained]) -> None:
-    health = trained(TEXT).folder / "health.jsonl"
-    assert not health.exists() or "mismatch_over_expected" not in health.read_text()
-
-
 @fault("a second run starts in a folder that is in use", "it is refused, the first one ends well")
 def test_two_runs_in_one_folder(small: list[str], tmp_path: Path, whole: Trained) -> None:
     words = words_of(small)

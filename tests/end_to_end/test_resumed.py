@@ -1,0 +1,91 @@
+"""Runs that go on end with the same bits: fast rollouts, DiffusionNFT, editing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runs import NFT, Train, final_state, read_rows, stopped_and_whole
+
+from flowgrpo_rc.cli import main
+
+RC = "algorithm.rollout_correction"
+# Rollouts of fewer evaluations, from shared noise, with a merged LoRA.
+FAST = (
+    "rollout.dtype=auto",
+    "rollout.merge_lora=true",
+    "rollout.algo.sde_window_range=[0,2]",
+    "rollout.algo.tail=ab2",
+    "rollout.algo.tail_steps=1",
+    "rollout.algo.shared_prefix=true",
+    "trainer.total_training_steps=3",
+)
+BYPASS = (
+    f"{RC}.bypass_mode=true",
+    f"{RC}.rollout_rs=token_k1",
+    f"{RC}.rollout_rs_threshold=auto:4",
+)
+CASES = {
+    "bypass_some": (*BYPASS, "rollout.algo.sde_type=sde", "rollout.n=6", "actor.train_n=2"),
+    "bypass_sliding": (
+        *BYPASS,
+        "rollout.algo.sde_type=dance_sde",
+        "rollout.merge_lora=false",
+        "rollout.algo.sde_window_range=[0,4]",
+        "rollout.algo.sde_window_interval=1",
+        "actor.diffusion_loss.dual_clip=4",
+    ),
+    "decoupled": (f"{RC}.bypass_mode=false", "rollout.algo.sde_type=cps", f"{RC}.rollout_is=token"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fast_rollouts(train: Train, tmp_path: Path, name: str) -> None:
+    run = stopped_and_whole(train, tmp_path, *FAST, *CASES[name])
+    assert read_rows(run)[-1]["reward/failed_fraction"] == 0
+
+
+def test_diffusion_nft_with_its_report_card_and_evaluation(train: Train, tmp_path: Path) -> None:
+    further = ("rollout.algo.tail=ab2", "actor.use_kl_loss=true", "trainer.total_training_steps=3")
+    run = stopped_and_whole(train, tmp_path, *NFT, *further)
+    tensors, _, rows = final_state(run)
+    assert tensors.keys() == {"lora", "ema", "optimizer", "old_policy", "old_policy_counts"}
+    assert tensors["old_policy"] != tensors["lora"]
+    last = rows[-1]
+    assert last["actor/old_decay"] == pytest.approx(0.5)  # after 6 updates, at most 0.5
+    assert last["actor/old_deviation"] > 0
+    assert last["actor/kl_loss"] > 0
+    assert not any("logprob" in name or "clip" in name for name in last)
+    assert (run / "report.html").stat().st_size > 10_000
+    card = (run / "lora" / "README.md").read_text()
+    assert "diffusion_nft, " in card
+    assert "the ODE, 4 steps" in card
+    assert main(["eval", str(run), "rollout.val_kwargs.n=2"]) == 0
+
+
+EDITING = (
+    "--config-name",
+    "tiny_edit",
+    "trainer.num_processes=1",
+    "data.train_batch_size=2",
+    "rollout.n=2",
+    "rollout.micro_batch_size_per_gpu=4",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+    "actor.diffusion_loss.clip_ratio=1e-3",  # an auto clip follows new samples alone
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.total_training_steps=2",
+    "trainer.logger=[]",
+)
+
+
+def test_editing_also_on_saved_samples(tmp_path: Path) -> None:
+    def train(*further: str) -> int:
+        return main(["train", *EDITING, *further])
+
+    saved = stopped_and_whole(train, tmp_path, "trainer.save_rollouts=true")
+    replayed = tmp_path / "replayed"
+    assert train(f"data.replay_dir={saved}", f"trainer.output_dir={replayed}") == 0
+    assert final_state(replayed)[0] == final_state(saved)[0]
+    assert all(row["actor/grad_norm"] > 0 for row in read_rows(saved))
