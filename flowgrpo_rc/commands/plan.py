@@ -7,6 +7,7 @@ would be that samples with workers.
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 import torch
 
@@ -16,6 +17,7 @@ from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.planning.fit import Fitter
 from flowgrpo_rc.planning.plan import job_of, make_plan
 from flowgrpo_rc.planning.workers import worker_tables
+from flowgrpo_rc.report.facts import told
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -36,7 +38,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = settled(to_config(composed, num_processes=processes), torch.device("cuda"))
     job = job_of(config, processes, config_folder() / "architectures", nodes=nodes)
     if arguments.fit is None:
-        print(make_plan(job))
+        trained = told(asdict(config), has_mode=not config.knows_no_log_probs())
+        print(f"{make_plan(job)}\n\ntrains\n{trained}")
         return EXIT_OK
     proposal = Fitter(job).fit(arguments.fit)
     print(f"{config.trainer.experiment_name} {proposal.told(arguments.fit)}")

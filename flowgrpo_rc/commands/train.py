@@ -6,7 +6,7 @@ import argparse
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer
+from flowgrpo_rc.report.facts import told
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.training.trainer import Trainer
@@ -48,12 +49,14 @@ def main(arguments: argparse.Namespace) -> int:
     config = unchecked_config(arguments.composition.config)
     if arguments.dry_run:
         device = device_of(config)
-        inputs = check_run(settled(config), device, num_processes=num_processes(config, device))
+        found = settled(config)
+        inputs = check_run(found, device, num_processes=num_processes(config, device))
         sampler, held_out, _ = inputs.prompts
         print(
             f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out "
             "prompts, nothing was loaded"
         )
+        print(told(asdict(found), has_mode=not found.knows_no_log_probs()))
         return EXIT_OK
     return EXIT_OK if run(config, at_once=True) is None else EXIT_STOPPED
 

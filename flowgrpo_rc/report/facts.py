@@ -47,6 +47,20 @@ def facts(
     return [line for line in lines if line[2]]
 
 
+def told(config: Mapping[str, Any], *, has_mode: bool) -> str:
+    """Returns what a run with these settings would train, a line for each fact.
+
+    Args:
+      config: the settings.
+      has_mode: whether it has log-probs to correct, in bypass or decoupled mode.
+    """
+    lines = [(name, value) for _, name, value in facts(config, {}, [])]
+    if has_mode:
+        bypass = setting(config, "algorithm.rollout_correction.bypass_mode")
+        lines.insert(2, ("Mode", "bypass" if bypass else "decoupled"))
+    return "\n".join(f"  {name:13}  {value}" for name, value in lines)
+
+
 def _split(value: Any) -> list[str]:
     parts = value if isinstance(value, list) else str(value or "").split(",")
     return [str(part).strip() for part in parts if str(part).strip()]

@@ -22,8 +22,9 @@ from flowgrpo_rc.report.series import Row, charts_of, distinct, ends, phases, po
 # Title, its word, note, thresholds, the metrics drawn.
 _UPDATE = """
 Policy loss | | | | actor/pg_loss
-Clipped fraction | clip | | \
-    | actor/clip_fraction actor/clip_fraction_higher actor/clip_fraction_lower
+Clipped fraction | clip | a clip of auto:k is none where it is not warm yet | \
+    | actor/clip_fraction actor/clip_fraction_higher actor/clip_fraction_lower \
+    actor/auto_bound_warm_fraction
 Standard deviation of the ratio | clip | | | actor/ratio_std
 KL to the reference | reference | | | actor/kl_loss
 Gradient norm | | | | actor/grad_norm

@@ -229,6 +229,7 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     assert "tiny_ocr: StableDiffusion3Pipeline on 2 processes, ddp" in shown.out
     for words in ("transformer", "2,293,024", "8 prompts x 24; 96 on a rank", "sum"):
         assert words in shown.out
+    assert re.search(r"^  Loss and clip +flow_grpo, clip auto:16$", shown.out, re.MULTILINE)
     (peak,) = re.findall(r"^  peak +(\S+ \S+) ", shown.out, re.MULTILINE)
     assert peak.endswith("GiB")
     for name in ("CUDA and libraries", "update", "rollout", "decoding", "while loading"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowgrpo_rc.report.facts import facts
+from flowgrpo_rc.report.facts import told as told_before
 
 CONFIG = {
     "model": {"kind": "diffusion", "path": "/home/me/sd3", "dtype": "fp32", "lora_rank": 8},
@@ -66,3 +67,12 @@ def test_a_text_run_tells_both_sides_of_its_clip() -> None:
     loss = {"loss_mode": "ppo_clip", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     config = {"model": {"kind": "causal_lm"}, "actor": {"token_loss": loss}}
     assert told(config, {}, "step") == {"Loss and clip": "ppo_clip, clip 0.2 below, 0.28 above"}
+
+
+def test_before_a_run_its_settings_tell_the_mode() -> None:
+    lines = told_before(CONFIG, has_mode=True).splitlines()
+    assert [line.split() for line in lines[1:3]] == [
+        ["Reward", "ocr", "x", "1,", "clip", "x", "0.5"],
+        ["Mode", "decoupled"],
+    ]
+    assert "Mode" not in told_before(CONFIG, has_mode=False)
