@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("WORLD_SIZE", "1")
 # A progress bar would stand in the captured output.
 os.environ["TQDM_DISABLE"] = "1"
+# Each full collection walks over all of torch and diffusers, and small runs make many.
+gc.set_threshold(20_000, 10, 20)
 
 
 @pytest.fixture(scope="session")

@@ -31,9 +31,9 @@ def test_the_table_of_cards_has_every_job() -> None:
     assert kept == {key: job.digest for key, job in jobs()}, RENEW
 
 
-@pytest.mark.parametrize("name", ["sd35_medium_ocr_1xh100", "sana_600m_ocr_1xh100"])
-def test_new_plans_agree(name: str) -> None:
+def test_a_new_plan_agrees() -> None:
     """But for activations of update and evaluation, which take minutes to measure."""
+    name = "sana_600m_ocr_1xh100"  # the smallest; the others are as old by their digests
     job = experiment(name)
     kept = STORE["needs"][job.needs_digest]
     run = job.planned

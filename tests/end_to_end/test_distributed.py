@@ -205,9 +205,9 @@ def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode:
 
 
 @needs_ray
-def test_two_processes_share_two_workers(workplace: Path) -> None:
+def test_two_processes_share_a_worker(workplace: Path) -> None:
     run = workplace / "workers"
-    options = ("trainer.num_processes=2", "rollout.workers=2", f"trainer.output_dir={run}")
+    options = ("trainer.num_processes=2", "rollout.workers=1", f"trainer.output_dir={run}")
     done = train_command(*settings(workplace, "window"), *options, "trainer.strategy=fsdp2")
     assert done.stderr == ""
     assert_same_training(trained_alone(workplace, "window"), run)

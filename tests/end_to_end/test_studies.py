@@ -29,7 +29,10 @@ def test_the_gradient_study_runs(tmp_path: Path) -> None:
     assert estimators["bypass_token_k1"]["rejected"] == pytest.approx(0.05, abs=0.02)
 
 
-def test_directions_are_judged_on_the_bundled_model(tmp_path: Path) -> None:
+def test_directions_are_judged_on_the_bundled_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_image, "JUDGED", 1)
     gradient_image.main(["--quick", "--output", str(tmp_path)])
     cell = load("gradient", tmp_path)["image_exact"]
     for reach in ("slopes", "further"):
@@ -46,11 +49,10 @@ def test_the_learning_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["learning.py", "--quick", "--results", str(tmp_path)])
     learning.main()
     found = load(learning.STUDY, tmp_path)
-    names = [learning.Run(*cell, seed=1).name for cell in learning.QUICK_CELLS]
-    clean, fault = (found[name]["curves"] for name in names)
-    assert all(len(curve) == 2 for curve in (*clean.values(), *fault.values()))
+    (name,) = (learning.Run(*cell, seed=1).name for cell in learning.QUICK_CELLS)
+    fault = found[name]["curves"]
+    assert all(len(curve) == 2 for curve in fault.values())
     assert fault["eff_sample_size"][0] < 0.999
-    assert len({found[name]["before"] for name in names}) == 1
 
 
 def test_the_ladder_trains_on_rollouts_that_are_worse(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def small(overrides: list[str]) -> list[str]:
 @needs_ray
 @needs_torchao
 def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path) -> None:
-    """Two workers take the first step, none the second, one the third.
+    """Two workers take the first step, none the others.
 
     The runs have versions of the LoRA, a state that samples share, means, and chunks of unequal
     size.
@@ -57,7 +57,7 @@ def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert main(["train", *settings, f"trainer.output_dir={whole}"]) == 0
     command = (*settings, f"trainer.output_dir={run}")
-    for workers, stop, code in ((2, [STOP], 75), (0, [STOP], 75), (1, [], 0)):
+    for workers, stop, code in ((2, [STOP], 75), (0, [], 0)):
         words = (*command, f"rollout.workers={workers}", *stop)
         train_command(*words, python_path=TESTS, code=code)
     assert final_state(run) == final_state(whole)
@@ -68,9 +68,9 @@ def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path)
         )
         assert fingerprint(saved) == fingerprint(other)
     first, second, third = (row for row in read_rows(run) if row["step"])
-    assert all(0 < row["workers/busy_fraction"] <= 1 for row in (first, third))
-    assert all(row["workers/mib_received"] > 0 for row in (first, third))
-    assert not any(name.startswith("workers/") for name in second)
+    assert 0 < first["workers/busy_fraction"] <= 1
+    assert first["workers/mib_received"] > 0
+    assert not any(name.startswith("workers/") for row in (second, third) for name in row)
 
 
 @needs_ray
