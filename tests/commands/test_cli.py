@@ -8,6 +8,7 @@ import sys
 import pytest
 
 HEAVY = ("torch", "diffusers", "transformers", "hydra", "omegaconf", "numpy", "accelerate", "rich")
+HEAVY += ("mkdocs", "latex2mathml")  # of the documentation alone
 PROGRAM = f"""
 import sys
 from flowgrpo_rc.cli import main

@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from support.documented import ROOT
 from support.launching import (
+    SCONTROL,
     alone,
     free_port,
     launch,
@@ -223,14 +224,8 @@ def test_two_own_processes_train_what_torchrun_s_do(workplace: Path) -> None:
     assert json.loads((run / "environment.json").read_text())["processes"] == 2
 
 
-# Stand-ins of Slurm's commands. `srun` starts the tasks of two nodes, warns those of the first job
-# as --signal asks, and returns the highest exit code.
-SCONTROL = """#!/bin/sh
-case "$1" in
-    show) printf '127.0.0.1\\nother\\n' ;;
-    requeue) echo "$2" >> requeued ;;
-esac
-"""
+# A stand-in of Slurm's `srun`: it starts the tasks of two nodes, warns those of the first job as
+# --signal asks, and returns the highest exit code.
 SRUN = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
 SLURM_PROCID=0 "$@" & first=$!

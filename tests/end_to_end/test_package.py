@@ -46,9 +46,3 @@ def test_importing_rewards_loads_nothing_heavy():
     use = "flowgrpo_rc.rewards.manager.validate_rewards(flowgrpo_rc.rewards.manager.RewardConfig())"
     code = f"import sys, {modules}; {use}; print(sorted({heavy} & set(sys.modules)))"
     assert printed(code) == ["[]"]
-
-
-def test_the_package_does_not_need_the_documentation_s_packages() -> None:
-    names = "('mkdocs', 'latex2mathml')"
-    code = f"import sys, flowgrpo_rc.cli; print([m for m in {names} if m in sys.modules])"
-    assert printed(code) == ["[]"]

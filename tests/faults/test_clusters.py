@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.documented import ROOT
 from support.faults import Trained, command, fault, started, words_of
-from support.launching import all_gone, alone, free_port, marked, wait_for
+from support.launching import SCONTROL, all_gone, alone, free_port, marked, wait_for
 from support.ray import needs_ray
 from support.runs import final_state, read_rows
 
@@ -124,12 +124,7 @@ def test_a_cluster(
 
 # Stand-ins of Slurm's commands for a job on two nodes, both on this machine.
 SLURM = {
-    "scontrol": """#!/bin/sh
-case "$1" in
-    show) printf '127.0.0.1\\nother\\n' ;;
-    requeue) echo "$2" >> requeued ;;
-esac
-""",
+    "scontrol": SCONTROL,
     "srun": """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
 exec "$@"

@@ -44,8 +44,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-# Lines of a text that only one commit has: new and removed settings at values without effect.
-ADDED = ("    options: {}", "  reuse: 0")
 # The package's own version, in reports and environment.json.
 VERSION = re.compile(r"(flowgrpo[-_]rc\"?[ :=\"]+)\d+\.\d+\.\d+")
 
@@ -238,8 +236,7 @@ def read(path: Path, checkout: str) -> dict[str, Any]:
         if path.name == "environment.json":
             known = {key: value for key, value in known.items() if key not in ("git", "started")}
         content = json.dumps(known, indent=1, sort_keys=True)
-    lines = [line for line in content.splitlines() if line not in ADDED]
-    return {f"line {i}": line for i, line in enumerate(lines, 1)}
+    return {f"line {i}": line for i, line in enumerate(content.splitlines(), 1)}
 
 
 def difference(old: Any, new: Any) -> str | None:

@@ -22,6 +22,13 @@ from support.documented import ROOT
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["flowgrpo_rc.build", "flowgrpo_rc.commands.train"])
+# A stand-in of Slurm's command for a job on two nodes, both on this machine.
+SCONTROL = """#!/bin/sh
+case "$1" in
+    show) printf '127.0.0.1\\nother\\n' ;;
+    requeue) echo "$2" >> requeued ;;
+esac
+"""
 
 
 def launch(
