@@ -21,7 +21,9 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).resolve().parent
-WHOLE_RUNS = ("tests/end_to_end/test_training.py", "tests/end_to_end/test_correction.py")
+WHOLE_RUNS = tuple(
+    f"tests/end_to_end/test_{name}.py" for name in ("training", "correction", "staleness")
+)
 Fault = Mapping[str, str]
 
 
