@@ -15,7 +15,7 @@ $(VENV)/.ready: pyproject.toml
 WORKERS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL = -n $(WORKERS) --dist worksteal
-SLOW = faults end_to_end tagged_device vllm_real vllm_omni_real
+SLOW = faults scripts end_to_end tagged_device vllm_real vllm_omni_real
 
 OMNI_VENV ?= .venv-vllm-omni
 $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omni_real/*.sh tests/vllm_omni_real/cpu_platform/*/*.py)
@@ -30,7 +30,7 @@ demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
 test: $(VENV)/.ready  ## run the tests, or with PKG=correction those of one room alone
-	$(PYTEST) $(if $(PKG),tests/$(PKG),$(PARALLEL) --ignore=tests/faults) $(ARGS)
+	$(PYTEST) $(if $(PKG),tests/$(PKG),$(PARALLEL) --ignore=tests/faults --ignore=tests/scripts) $(ARGS)
 
 test-faults: $(VENV)/.ready  ## harm runs in every way that we know, and say which were survived; FAULTS_EVERY=1 takes all
 	$(PYTEST) $(PARALLEL) tests/faults $(ARGS)
@@ -53,8 +53,8 @@ reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and tables 
 mismatch: $(VENV)/.ready  ## measure the table of mismatch by family in docs/extending.md
 	PYTHONPATH=tests:examples $(BIN)/python docs/mismatch_table.py
 
-test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/
-	$(PYTEST) tests/docs/blocks.py $(ARGS)
+test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/, examples, studies and the Dockerfile
+	$(PYTEST) tests/docs/blocks.py tests/scripts $(ARGS)
 
 vllm-omni: $(OMNI_VENV)/.ready  ## an environment in which rollout.name=vllm_omni runs on a CPU
 

@@ -27,6 +27,11 @@ os.environ["TQDM_DISABLE"] = "1"
 gc.set_threshold(20_000, 10, 20)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts whole runs first: the last tests of several workers should be short ones."""
+    items.sort(key=lambda item: "end_to_end" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a StableDiffusion3Pipeline with random weights."""

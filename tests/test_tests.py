@@ -19,6 +19,7 @@ OTHERS = {
     "faults",
     "tagged_device",
     "docs",
+    "scripts",
     "examples",
     "vllm_real",
     "vllm_omni_real",
