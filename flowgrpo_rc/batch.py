@@ -19,19 +19,23 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+# A plain text, or the messages of a chat.
+Said = str | tuple[Mapping[str, object], ...]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """One prompt of a prompt file.
 
     Attributes:
-      text: the prompt itself.
+      text: the prompt itself; of a chat, what its user says last.
       index: position among all prompts of the files.
       target: what a reward compares with, such as the text that OCR should read; None for none.
       negative_text: the negative prompt, used under classifier-free guidance.
       images: the pictures that the prompt is about, in order: paths, or the content of files.
         `pictures.read_picture` reads them.
       metadata: all other keys of the line, for rewards.
+      messages: the chat that a language model answers, for its template; empty for a plain text.
     """
 
     text: str
@@ -40,6 +44,12 @@ class Prompt:
     negative_text: str = ""
     images: tuple[str | bytes, ...] = ()
     metadata: Mapping[str, object] = field(default_factory=dict)
+    messages: tuple[Mapping[str, object], ...] = ()
+
+    @property
+    def said(self) -> Said:
+        """Returns what a language model is given: the chat if there is one, or else the text."""
+        return self.messages or self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,7 +94,6 @@ def assemble(
 
     task = make_task(config, processes)
     network = task.model.network
-    task.check_prompts([*sampler.prompts, *held_out])
     check_output(config, sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
     # An engine that copies the network has to see it whole, before it is sharded.
@@ -135,7 +134,6 @@ def assemble(
 
 def make_suite(suite: Suite, config: Config, task: Task) -> SuiteRunner:
     """Makes what asks a suite of the task's model, and of it without its LoRA."""
-    task.check_prompts(suite.prompts)
     base = partial(reference_policy, task.model.network)
     batch_size = config.rollout.val_kwargs.batch_size
     return SuiteRunner(suite, task.sample, base, batch_size=batch_size)

@@ -40,7 +40,9 @@ def prepare_folder(
     if changed:
         write_inputs(folder.inputs, inputs.read, keep=False)
     settings: dict[str, Any] = dataclasses.asdict(config)
-    folder.create(settings, processes.device, processes.count, inputs.read)
+    folder.create(
+        settings, processes.device, processes.count, inputs.read, first_prompt=inputs.first_prompt
+    )
     rows = MetricsFile(folder.metrics)
     for file in (rows, MetricsFile(folder.rejected_rows), MetricsFile(folder.health)):
         file.truncate_after(step)

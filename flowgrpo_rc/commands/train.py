@@ -56,7 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
             f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out "
             "prompts, nothing was loaded"
         )
-        print(told(asdict(found), has_mode=not found.knows_no_log_probs()))
+        has_mode = not found.knows_no_log_probs()
+        print(told(asdict(found), has_mode=has_mode, first_prompt=inputs.first_prompt))
         return EXIT_OK
     return EXIT_OK if run(config, at_once=True) is None else EXIT_STOPPED
 
@@ -103,6 +104,8 @@ def _attempt(
             found = _agreed(found, processes, console)
         if inputs.resumed is None:
             _say_settled(config, found, console)
+        if inputs.first_prompt:
+            console.message(f"first prompt: {inputs.first_prompt}")
         observers = [partial(_tell, callback, stop) for callback in callbacks]
         reason = _run(found, processes, inputs, stop, console, observers)
     processes.close()
@@ -148,7 +151,7 @@ def _run(
     observers: Sequence[Observer],
 ) -> str | None:
     folder = RunFolder(Path(config.trainer.output_dir))
-    prompts, _, resumed = inputs
+    prompts, resumed = inputs.prompts, inputs.resumed
     check_one_folder(processes, resumed)
     if resumed is not None and resumed.step >= config.trainer.total_training_steps:
         if processes.is_main:

@@ -68,6 +68,7 @@ def prompts_of(config: Config) -> Prompts:
             negative_text=data.negative_prompt,
             key=f"data.{name}",
             most_images=config.rollout.pipeline.condition_images,
+            chats=config.model.kind == "causal_lm",
         )
         for name, files in (("train_files", data.train_files), ("val_files", data.val_files))
     )

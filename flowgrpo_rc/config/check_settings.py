@@ -35,6 +35,7 @@ OF_IMAGES = (
     "data.negative_prompt",
 )
 OF_TEXT = (
+    "model.chat_template_kwargs",
     "rollout.val_kwargs.temperature",
     "actor.token_loss",
     "rollout.temperature",

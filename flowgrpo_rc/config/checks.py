@@ -10,29 +10,23 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import check_engine, check_machine
 from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
 from flowgrpo_rc.config.check_inputs import Prompts, check_inputs, inputs_of, suites_of
+from flowgrpo_rc.config.check_prompts import check_images, check_text, check_tokens
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import place_of
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import FlowModel, adapter_of
-from flowgrpo_rc.models.causal_lm import load_tokenizer, token_rows
-from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.pictures import name_of, picture_size
-from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
@@ -50,6 +44,7 @@ class RunInputs(NamedTuple):
     prompts: Prompts  # without suites if nothing is trained
     read: Mapping[str, Input]  # what decides what is trained, by the setting that names it
     resumed: Checkpoint | None  # None for a new run
+    first_prompt: str = ""  # of a language model, as tokens for a reader
 
 
 def check_run(
@@ -74,15 +69,15 @@ def check_run(
     if trains and config.data.replay_dir is not None:
         _check_replay(config, Path(config.data.replay_dir).expanduser(), num_processes)
     model = _check_model(config, prompts.suites)
-    if isinstance(model, EditingModel):
-        _check_images(config, model, prompts)
+    if model is not None:
+        check_images(config, model, prompts)
     if samples:
         check_machine(config, device)
-    _check_lengths(config, prompts.suites, [*prompts.sampler.prompts, *prompts.held_out])
+    first = _check_texts(config, model, prompts.suites, prompts)
     if trains and model is not None:
         check_networks(config, model, num_processes)
         check_output(config, num_trained(model))
-    return RunInputs(prompts, read, resumed)
+    return RunInputs(prompts, read, resumed, first)
 
 
 def check_suites(config: Config) -> list[Suite]:
@@ -90,8 +85,7 @@ def check_suites(config: Config) -> list[Suite]:
     check_settings(config)
     device_of(config)
     suites = suites_of(config)
-    _check_model(config, suites)
-    _check_lengths(config, suites)
+    _check_texts(config, _check_model(config, suites), suites)
     return suites
 
 
@@ -158,34 +152,17 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     return model
 
 
-def _check_lengths(config: Config, suites: Sequence[Suite], prompts: Sequence[Prompt] = ()) -> None:
-    """A language model takes whole prompts; its tokenizer says how long they are."""
-    texts = [
-        prompt.text for each in (prompts, *(suite.prompts for suite in suites)) for prompt in each
-    ]
-    if config.model.kind == "causal_lm" and texts:
-        token_rows(load_tokenizer(config.model), texts, max_length=config.rollout.prompt_length)
-
-
-def _check_images(config: Config, model: EditingModel, prompts: Prompts) -> None:
-    """The model's packages are there, and it takes images of the sizes that the prompts bring."""
-    for package in model.packages:
-        if find_spec(package) is None:
-            raise ValueError(
-                f"model.path={config.model.path}: a {model.pipeline_class} needs {package}: "
-                f"{install_hint('editing')}"
-            )
-    for key, paths, read in (
-        ("data.train_files", config.data.train_files, prompts.sampler.prompts),
-        ("data.val_files", config.data.val_files, prompts.held_out),
-    ):
-        for prompt in read:
-            for image in prompt.images:
-                try:
-                    model.image_size(*picture_size(image), config.rollout.spec())
-                except ValueError as error:
-                    where = place_of(paths, key, prompt.index)
-                    raise ValueError(f"{where}: {name_of(image)}: {error}") from error
+def _check_texts(
+    config: Config,
+    model: FlowModel | None,
+    suites: Sequence[Suite],
+    prompts: Prompts | None = None,
+) -> str:
+    """Checks prompts against encoders, or a language model; returns its first one as tokens."""
+    if model is None:
+        return check_tokens(config, prompts, suites)
+    check_text(config, model, prompts, suites)
+    return ""
 
 
 def _check_replay(config: Config, folder: Path, num_processes: int) -> None:

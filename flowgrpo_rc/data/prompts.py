@@ -6,6 +6,7 @@ the mini-batches of a step hold the same prompts for any number of processes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,9 +17,11 @@ import torch
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.random import generator
+from flowgrpo_rc.data.chats import messages_of, plain_row
 from flowgrpo_rc.data.images import IMAGE_KEYS, images_of
 from flowgrpo_rc.data.readers import Row, find_file, read_rows
 
+logger = logging.getLogger(__name__)
 _TEXTS = ("prompt", "target", "negative_prompt")
 # `prompts` is the key of a suite.
 _SPLITS = {"data.train_files": "train", "data.val_files": "test", "prompts": "test"}
@@ -31,6 +34,7 @@ def read_prompts(
     negative_text: str = "",
     key: str = "data.train_files",
     most_images: int = 0,
+    chats: bool = False,
 ) -> list[Prompt]:
     """Reads the prompts of one or several files, in order.
 
@@ -41,7 +45,7 @@ def read_prompts(
         a folder  its file for `key`: train.txt, train_metadata.jsonl and so on, or test.* for
                   `data.val_files`
 
-    The files of verl-omni are understood too: a prompt may be a chat, and the target may be in
+    The files of verl are understood too: a prompt may be a chat, and the target may be in
     `reward_model.ground_truth`. A prompt without a target gets the text in its first pair of double
     quotes. An image is a path relative to the prompt file, or its content: {"base64": ...}, in
     parquet {"bytes": ...}; several are a list.
@@ -52,6 +56,8 @@ def read_prompts(
       negative_text: negative prompt of the prompts that have none.
       key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
       most_images: the most images of a prompt, which then has at least one; 0 refuses images.
+      chats: keep all messages of a chat, for a language model; else it has one turn, of which the
+        user's text is the prompt.
 
     Returns:
       The prompts. Their `index` runs through all files.
@@ -71,9 +77,17 @@ def read_prompts(
             raise ValueError(f"{key}: {file} has no prompt")
         for place, row in rows:
             where = f"{key}: {file}, {place}"
-            prompt = _prompt(row, where, len(prompts), require_target, negative_text)
+            messages = messages_of(row, where) if chats else ()
+            plain = plain_row(row, where, messages)
+            prompt = _prompt(plain, where, len(prompts), require_target, negative_text)
             images = images_of(row, file.parent, where, most_images)
-            prompts.append(replace(prompt, images=images))
+            prompts.append(replace(prompt, images=images, messages=messages))
+        if chats and any(row.get("tools") for _, row in rows):
+            logger.warning(
+                "%s: %s: the column tools is ignored: a response calls no tool, and the prompts "
+                "name none (model.chat_template_kwargs.tools gives the template the same for all)",
+                *(key, file),
+            )
     return prompts
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.reading import parse_mapping
@@ -58,44 +57,7 @@ def read_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
         raise ValueError(f"{key}: there is no {kind} {given}")
     if file.suffix not in _READERS:
         raise ValueError(f"{key}: {file} ends in {file.suffix!r}; allowed: {', '.join(_READERS)}")
-    for place, row in _READERS[file.suffix](file, key):
-        yield place, _without_chat(row, f"{key}: {file}, {place}")
-
-
-def _without_chat(row: Row, where: str) -> Row:
-    """Turns the columns of verl-omni into those of this project; leaves other rows as they are.
-
-    A chat becomes the text of its user message. Its system message becomes metadata, since a
-    pipeline has a template of its own. A ground truth that is a text becomes the target.
-    """
-    changed: dict[str, object] = dict(row)
-    for column in ("prompt", "negative_prompt"):
-        if isinstance(row.get(column), list):
-            messages = _messages(row[column], f"{where}: {column}")
-            changed[column] = messages.pop("user")
-            if column == "prompt" and messages:
-                changed["system_prompt"] = messages["system"]
-    match row:
-        case {"reward_model": {"ground_truth": str(truth)}} if "target" not in row:
-            changed["target"] = truth or None
-    return changed
-
-
-def _messages(chat: Any, where: str) -> dict[str, str]:
-    """Returns the contents of a chat by role."""
-    found: dict[str, str] = {}
-    for message in chat:
-        match message:
-            case {"role": "system" | "user" as role, "content": str(text)} if role not in found:
-                found[role] = text
-            case _:
-                raise ValueError(
-                    f"{where} must be a text, or a chat of one user message and at most one system "
-                    f"message; it has {message!r}"
-                )
-    if "user" not in found:
-        raise ValueError(f"{where} is a chat without a user message")
-    return found
+    yield from _READERS[file.suffix](file, key)
 
 
 def _read_txt(file: Path, key: str) -> Iterator[tuple[str, Row]]:

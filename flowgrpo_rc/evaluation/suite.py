@@ -67,7 +67,7 @@ def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
     """
     suites = []
     for text in given:
-        suite = read_suite(text)
+        suite = read_suite(text, chats="text" in kinds)
         with _blaming(text):
             check_kind(suite.reward, *kinds)
             check_needs(suite.reward)
@@ -78,8 +78,11 @@ def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
     return suites
 
 
-def read_suite(given: str) -> Suite:
-    """Reads a suite as `read_suites` does; does not ask whether its reward works here."""
+def read_suite(given: str, *, chats: bool = False) -> Suite:
+    """Reads a suite as `read_suites` does; does not ask whether its reward works here.
+
+    `chats` is that of `read_prompts`.
+    """
     name, _, prompts = given.partition(":")
     path = _path(given, name)
     with _blaming(given):
@@ -87,7 +90,7 @@ def read_suite(given: str) -> Suite:
         if prompts:
             content["prompts"] = [Path(prompts)]
         check_options(_Content, content, "key", others=("base",))
-        return _suite(_Content(**content), path.stem)
+        return _suite(_Content(**content), path.stem, chats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +134,7 @@ def _content(path: Path) -> dict[str, Any]:
     return _content(assets.SUITES / f"{base}.yaml") | content
 
 
-def _suite(content: _Content, stem: str) -> Suite:
+def _suite(content: _Content, stem: str, chats: bool) -> Suite:
     name = stem if content.name is None else content.name
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"name: {name!r} must be letters, digits, - and _ alone")
@@ -140,7 +143,7 @@ def _suite(content: _Content, stem: str) -> Suite:
             raise ValueError(f"{key}: {value!r} must be a whole number of at least 1")
     reward = _reward(content.reward)
     needs_target = requires_target(reward)
-    prompts = read_prompts(content.prompts, require_target=needs_target, key="prompts")
+    prompts = read_prompts(content.prompts, require_target=needs_target, key="prompts", chats=chats)
     if content.n is not None and content.n < len(prompts):
         # From all over the file, since one category may follow another.
         prompts = [prompts[i * len(prompts) // content.n] for i in range(content.n)]

@@ -17,8 +17,9 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
@@ -42,6 +43,20 @@ def build_architecture(config: ModelConfig) -> FlowModel:
     }
     with blaming(f"model.path={config.path}: {INDEX_FILES['diffusion']}"):
         return adapter(getattr(diffusers, adapter.pipeline_class)(**components), META)
+
+
+def load_tokenizers(config: ModelConfig) -> dict[str, Any]:
+    """Loads the tokenizers of a pipeline by their names in its index, and nothing else of it."""
+    found = {}
+    for name, value in DiffusionPipeline.load_config(config.path).items():
+        if not name.startswith("tokenizer") or not isinstance(value, list) or None in value:
+            continue
+        cls = getattr(transformers, value[1], None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedTokenizerBase):
+            load: Any = cls
+            with blaming(f"model.path={config.path}: its {name}"):
+                found[name] = load.from_pretrained(config.path, subfolder=name)
+    return found
 
 
 def find_architecture(hub_id: str, folder: Path) -> Path | None:

@@ -79,6 +79,8 @@ class FlowModel(ABC):
       takes_images, needs_images: whether prompts may, or have to, bring images; see `EditingModel`.
       text_width_key: the key of the transformer's settings that holds the width of embeddings of
         text.
+      thinking: the text encoder gets a prompt in its chat template, with this enable_thinking;
+        None: it gets the text alone.
       masks_text: whether tokens of text have a mask, so that prompts may have several lengths.
       unsupported_components: name in model_index.json -> why a checkpoint that has this component
         cannot be trained.
@@ -103,6 +105,7 @@ class FlowModel(ABC):
     takes_images: ClassVar[bool] = False
     needs_images: ClassVar[bool] = False
     text_width_key: ClassVar[str] = "joint_attention_dim"
+    thinking: ClassVar[bool | None] = None
     masks_text: ClassVar[bool] = False
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
@@ -177,6 +180,23 @@ class FlowModel(ABC):
         encode = self._encode_negative if negative else self._encode
         with self.encoders_at_work():
             return encode(prompts, max_sequence_length=max_sequence_length)
+
+    def templated(self, tokenizer: Any, text: str) -> str:
+        """Returns a prompt as the tokenizer of a text encoder gets it."""
+        if self.thinking is None:
+            return text
+        templated: str = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self.thinking,
+        )
+        return templated
+
+    def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> int | None:
+        """Returns how many tokens of a templated prompt are kept; None: it is not cut."""
+        is_clip = type(tokenizer).__name__.startswith("CLIP")
+        return int(tokenizer.model_max_length) if is_clip else spec.max_sequence_length
 
     def encode_edits(
         self, edits: Sequence[Edit], spec: SamplerSpec, *, negative: bool = False

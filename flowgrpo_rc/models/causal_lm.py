@@ -1,12 +1,15 @@
 """A language model through transformers: text to tokens and back, and the network between them.
 
+A chat becomes the tokens of the checkpoint's template, `apply_chat_template(tokenize=True)`. A
+plain text becomes those of its tokenizer, begin token included, without an end token behind it.
+
 Legend: P prompts, L tokens of the longest prompt, T tokens of the longest response.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -15,10 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flowgrpo_rc.batch import Said
 from flowgrpo_rc.libraries import loading
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import model_file
+
+# How config.json calls the number of positions: most models, MPT, decoders of speech.
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+# Scalings of rotary positions whose factor may not be in that number yet.
+_STRETCHED = ("linear", "dynamic", "yarn")
+_SHOWN = 16  # tokens of either end of a prompt that a reader is shown
 
 
 class CausalLM:
@@ -34,18 +44,26 @@ class CausalLM:
       eos_ids: the tokens that end a response, from the generation settings and the tokenizer.
       pad_id: the token that fills rows: the tokenizer's, or else the first of eos_ids. Masks, not
         ids, tell what is padding.
+      template: options of the chat template, `model.chat_template_kwargs`.
     """
 
     default_target_modules: ClassVar[tuple[str, ...]] = tuple(
         f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
     )
 
-    def __init__(self, network: Any, tokenizer: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        network: Any,
+        tokenizer: Any,
+        device: torch.device,
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
         from transformers import GenerationConfig
 
         self.network = network.to(device).requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.device = device
+        self.template = template or {}
         self.eos_ids = _eos_ids(network.generation_config.eos_token_id, tokenizer.eos_token_id)
         if not self.eos_ids:
             raise ValueError(
@@ -58,12 +76,15 @@ class CausalLM:
             eos_token_id=list(self.eos_ids), pad_token_id=self.pad_id
         )
 
-    def encode(self, prompts: Sequence[str], *, max_length: int) -> tuple[Tensor, Tensor]:
+    def encode(self, prompts: Sequence[Said], *, max_length: int) -> tuple[Tensor, Tensor]:
         """Turns P prompts into tokens, int64 [P, L], padded on the left, and a mask, bool [P, L].
 
-        ValueError if a prompt has no token, or more than `max_length`. No chat template is applied.
+        ValueError if a prompt has no token, or more than `max_length`, or the template refuses it.
         """
-        rows = token_rows(self.tokenizer, prompts, max_length=max_length)
+        rows = [
+            token_ids(self.tokenizer, prompt, self.template, max_length=max_length)
+            for prompt in prompts
+        ]
         width = max(map(len, rows))
         ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
@@ -81,18 +102,61 @@ class CausalLM:
         return texts
 
 
-def token_rows(tokenizer: Any, prompts: Sequence[str], *, max_length: int) -> list[list[int]]:
-    """Returns the token ids of each prompt. ValueError if it has none, or too many."""
-    rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
-    for prompt, row in zip(prompts, rows, strict=True):
-        if not row:
-            raise ValueError(f"the prompt {prompt!r} has no token: give it a text")
-        if len(row) > max_length:
-            raise ValueError(
-                f"rollout.prompt_length={max_length}, but the prompt {prompt[:60]!r} has "
-                f"{len(row)} tokens: raise it or shorten the prompt"
-            )
-    return rows
+def token_ids(
+    tokenizer: Any, prompt: Said, template: Mapping[str, Any], *, max_length: int
+) -> list[int]:
+    """Returns the token ids of a prompt. ValueError if it has none, or too many."""
+    if isinstance(prompt, str):
+        ids = _text_ids(tokenizer, prompt)
+    else:
+        ids = _chat_ids(tokenizer, prompt, template)
+    if not ids:
+        raise ValueError(f"the prompt {prompt!r} has no token: give it a text")
+    if len(ids) > max_length:
+        raise ValueError(
+            f"rollout.prompt_length={max_length}, but the prompt {str(prompt)[:60]!r} has "
+            f"{len(ids)} tokens: raise it or shorten the prompt"
+        )
+    return ids
+
+
+def _text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Returns the ids of a text with what the tokenizer puts before it, unless it is there."""
+    ids = list(tokenizer(text).input_ids)
+    own = list(tokenizer(text, add_special_tokens=False).input_ids)
+    starts = range(len(ids) - len(own) + 1)
+    start = next((n for n in starts if ids[n : n + len(own)] == own), None)
+    if start is None:  # its own tokens depend on what stands around them
+        return ids
+    before = ids[:start]
+    return own if own[:start] == before else before + own
+
+
+def _chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, object]], template: Any) -> list[int]:
+    """Returns the ids that the chat template makes, up to where the model's answer begins."""
+    begun = chat[-1]["role"] == "assistant"
+    asked = {"add_generation_prompt": not begun, "continue_final_message": begun, **template}
+    try:
+        return list(
+            tokenizer.apply_chat_template(list(chat), tokenize=True, return_dict=False, **asked)
+        )
+    except Exception as error:  # a template is foreign code
+        has_one = tokenizer.chat_template or template.get("chat_template")
+        why = f"its chat template fails: {error}" if has_one else "it has no chat template"
+        raise ValueError(
+            f"model.path: its tokenizer cannot read the chat {str(list(chat))[:80]}, because "
+            f"{why}. Change the prompt, or give a template or its options in "
+            "model.chat_template_kwargs"
+        ) from error
+
+
+def shown_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Returns the tokens of a prompt for a reader; of a long one, where it begins and ends."""
+    tokens = [repr(tokenizer.decode([token])) for token in ids]
+    if len(tokens) > 2 * _SHOWN:
+        between = f"... {len(tokens) - 2 * _SHOWN} more ..."
+        tokens = [*tokens[:_SHOWN], between, *tokens[-_SHOWN:]]
+    return f"{len(ids)} tokens: {' '.join(tokens)}"
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -102,6 +166,42 @@ def load_tokenizer(config: ModelConfig) -> Any:
     model_file(config.path, INDEX_FILES["causal_lm"])
     with _reading(config):
         return AutoTokenizer.from_pretrained(config.location(), trust_remote_code=False)
+
+
+def check_context(config: ModelConfig, prompt: int, response: int, most: int | None) -> None:
+    """Raises ValueError unless so many tokens of prompt and response have a position.
+
+    Args:
+      config: the model, whose config.json says how many positions it has.
+      prompt: rollout.prompt_length.
+      response: rollout.response_length.
+      most: rollout.engine_kwargs.max_model_len, the engine's own limit; None for none.
+    """
+    limit, why = _context(config), "config.json of model.path"
+    if most is not None and (limit is None or most < limit):
+        limit, why = most, f"rollout.engine_kwargs.max_model_len={most}"
+    if limit is not None and prompt + response > limit:
+        raise ValueError(
+            f"rollout.prompt_length={prompt} and rollout.response_length={response} are "
+            f"{prompt + response} tokens, but {why} allows {limit} together: lower one of them"
+        )
+
+
+def _context(config: ModelConfig) -> int | None:
+    """Returns the positions that config.json gives a model; None where it gives no number."""
+    from transformers import AutoConfig
+
+    model_file(config.path, INDEX_FILES["causal_lm"])
+    with _reading(config):
+        whole = AutoConfig.from_pretrained(config.location(), trust_remote_code=False)
+    settings = whole.get_text_config(decoder=True)
+    found = (getattr(settings, name, None) for name in _POSITIONS)
+    limit = next((number for number in found if isinstance(number, int)), None)
+    rope = getattr(settings, "rope_parameters", None) or {}
+    if limit is None or rope.get("rope_type") not in _STRETCHED:
+        return limit
+    trained = rope.get("original_max_position_embeddings") or limit
+    return max(limit, int(trained * (rope.get("factor") or 1)))
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
@@ -115,7 +215,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
             use_safetensors=True,
             trust_remote_code=False,
         )
-    return CausalLM(network, load_tokenizer(config), device)
+    return CausalLM(network, load_tokenizer(config), device, config.chat_template_kwargs)
 
 
 @contextmanager

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flowgrpo_rc.plugins import check_choice, check_least
 
 LORA_INITS = ("gaussian", "default")
 # Endings of files that hold the weights of a whole model, which other programs load.
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".bin", ".gguf")
+# Arguments of apply_chat_template that are no options of the template.
+_TOKENIZING = (
+    *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 # The file by which a checkpoint of each kind is known.
 INDEX_FILES = {"diffusion": "model_index.json", "causal_lm": "config.json"}
 
@@ -34,6 +40,8 @@ class ModelConfig:
     offload_idle: keep text encoders and VAE on the CPU while nobody uses them.
     decode_batch_size: samples that the VAE decodes at once, in rollouts and evaluations: it needs
         more memory for a sample than anything else; null: all of a chunk.
+    chat_template_kwargs: options of a language model's chat template, such as enable_thinking; a
+        template of your own is its chat_template.
     """
 
     kind: str = "diffusion"
@@ -48,6 +56,7 @@ class ModelConfig:
     offload_idle: bool = False
     decode_batch_size: int | None = None
     adapter: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def location(self) -> str:
         """Returns `path` as libraries take it: ~ is the home folder, hub ids stay as they are."""
@@ -71,6 +80,10 @@ class ModelConfig:
             if value not in (None, False) and self.kind != "diffusion":
                 given = "true" if value is True else value
                 raise ValueError(f"model.{key}={given} has no effect with model.kind={self.kind}")
+        for name in set(self.chat_template_kwargs) & set(_TOKENIZING):
+            raise ValueError(
+                f"model.chat_template_kwargs.{name}: it is set here; give options of the template"
+            )
         if not self.path:
             raise ValueError("model.path is empty: give a local folder or a hub id")
         self._check_path(Path(self.path).expanduser())

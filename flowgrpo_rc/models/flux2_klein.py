@@ -38,6 +38,7 @@ class Flux2Klein(EditingModel):
     """
 
     pipeline_class = "Flux2KleinPipeline"
+    thinking = False
     default_target_modules = (
         *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",

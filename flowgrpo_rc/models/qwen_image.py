@@ -66,6 +66,14 @@ class QwenImage(QwenFamily):
 
     pipeline_class = "QwenImagePipeline"
 
+    def templated(self, tokenizer: Any, text: str) -> str:
+        """Returns a prompt behind what Qwen2.5-VL is told before each."""
+        return str(self.pipeline.prompt_template_encode.format(text))
+
+    def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> int:
+        """Counts the tokens of what it is told, which are dropped from the embeddings."""
+        return spec.max_sequence_length + int(self.pipeline.prompt_template_encode_start_idx)
+
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, mask = self._stock_encoding(prompts, max_sequence_length)
         return Conditioning(embeds=embeds, mask=None if mask is None else mask.bool())

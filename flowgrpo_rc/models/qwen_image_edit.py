@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
@@ -33,6 +34,9 @@ class QwenImageEdit(QwenFamily, EditingModel):
     pipeline_class = "QwenImageEditPlusPipeline"
     needs_images = True
     packages = ("torchvision",)
+
+    def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> None:
+        """Returns None: the stock pipeline does not cut."""
 
     def image_size(self, width: int, height: int, spec: SamplerSpec) -> tuple[int, int]:
         """Returns the tokens of an image once it has the area that the transformer gets."""

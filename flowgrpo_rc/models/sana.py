@@ -54,6 +54,15 @@ class Sana(FlowModel):
         check_size(spec, multiple=math.lcm(32, side))
         check_flow(pipeline.scheduler)
 
+    def templated(self, tokenizer: Any, text: str) -> str:
+        """Returns a prompt behind what Gemma is told before each."""
+        return "\n".join(_INSTRUCTION) + text
+
+    def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> int:
+        """Counts the tokens of what Gemma is told, as the stock pipeline does."""
+        told = len(tokenizer(self.templated(tokenizer, "")).input_ids)
+        return told + spec.max_sequence_length - 2
+
     def _encode_negative(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         return self._encode(prompts, max_sequence_length=max_sequence_length, instruction=None)
 

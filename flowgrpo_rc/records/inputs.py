@@ -35,6 +35,8 @@ def prompts_input(paths: Sequence[Path], prompts: Sequence[Prompt]) -> Input:
         row: list[object] = [prompt.text, prompt.target, prompt.negative_text, prompt.metadata]
         if prompt.images:
             row.append([picture_digest(image) for image in prompt.images])
+        if prompt.messages:
+            row.append(prompt.messages)
         found.update(json.dumps(row, sort_keys=True, default=str).encode())
     return Input(", ".join(map(str, paths)), found.hexdigest())
 

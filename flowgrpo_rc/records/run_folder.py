@@ -113,6 +113,8 @@ class RunFolder:
         device: torch.device,
         processes: int,
         inputs: Mapping[str, Input],
+        *,
+        first_prompt: str = "",
     ) -> None:
         """Writes config.yaml without secrets, environment.json and inputs.json."""
         self.root.mkdir(parents=True, exist_ok=True)
@@ -130,6 +132,8 @@ class RunFolder:
             "packages": {name: _version(name) for name in _PACKAGES.split()},
             "started": datetime.now().astimezone().isoformat(timespec="minutes"),
         }
+        if first_prompt:
+            environment["first_prompt"] = first_prompt
         if (commit := _commit()) is not None:
             environment["git"] = commit
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())

@@ -39,6 +39,7 @@ def facts(
         ("weight", "Weights", _weights(correction)),
         ("precision", "Precision", _precision(config)),
         ("lora", "LoRA", f"rank {rank}, alpha {get('model.lora_alpha')}" if rank else ""),
+        ("", "First prompt", str(environment.get("first_prompt") or "")),
         ("", "Seed", "" if seed is None else str(seed)),
         ("", "Started", f"{datetime.fromisoformat(started):%Y-%m-%d %H:%M %Z}" if started else ""),
         ("", "Ran on", _machine(environment)),
@@ -47,14 +48,15 @@ def facts(
     return [line for line in lines if line[2]]
 
 
-def told(config: Mapping[str, Any], *, has_mode: bool) -> str:
+def told(config: Mapping[str, Any], *, has_mode: bool, first_prompt: str = "") -> str:
     """Returns what a run with these settings would train, a line for each fact.
 
     Args:
       config: the settings.
       has_mode: whether it has log-probs to correct, in bypass or decoupled mode.
+      first_prompt: the first prompt of a language model, as tokens.
     """
-    lines = [(name, value) for _, name, value in facts(config, {}, [])]
+    lines = [(name, value) for _, name, value in facts(config, {"first_prompt": first_prompt}, [])]
     if has_mode:
         bypass = setting(config, "algorithm.rollout_correction.bypass_mode")
         lines.insert(2, ("Mode", "bypass" if bypass else "decoupled"))

@@ -66,7 +66,8 @@ class PipelineConfig:
         prompt. 1 is none.
     guidance_scale_2: of the second transformer, for models that have two, as Wan 2.2 A14B has; null
         takes guidance_scale.
-    max_sequence_length: tokens of the prompt.
+    max_sequence_length: tokens of the prompt; a longer one is cut, and a warning counts such. One
+        whose target lies behind the cut is refused.
     num_frames: of a video; null for images.
     condition_images: the most images that a prompt brings to be edited, at least one; 0: prompts
         are text alone.
@@ -164,7 +165,7 @@ class RolloutConfig:
     micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
         the replay aligned.
     temperature: of training text.
-    prompt_length: of text, in tokens; a longer prompt is an error.
+    prompt_length: of text, in tokens, the chat template included; a longer prompt is an error.
     response_length: of text, in tokens; a longer response is cut.
     engine_kwargs: further options of the engine.
     workers: sample in so many processes of their own, through Ray; 0: in the trainer's process.

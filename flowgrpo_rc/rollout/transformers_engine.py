@@ -47,7 +47,7 @@ class TransformersEngine(ReplicaEngine[TextRequest]):
         seeds = [request.seeds[row] for row in rows]
         slots = [request.prompts.slots[row // request.samples_per_prompt] for row in rows]
         prompt_ids, prompt_mask = self._model.encode(
-            [p.text for p in prompts], max_length=spec.prompt_length
+            [p.said for p in prompts], max_length=spec.prompt_length
         )
         uniforms = uniform((spec.response_length,), seeds, "tokens")
         responses = self._policy.rollout(prompt_ids, prompt_mask, spec, uniforms)

@@ -159,8 +159,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
     def _rollout(self, request: TextRequest, chosen: range) -> TokenBatch:
         spec = request.spec
         device = self._model.device
-        texts = [prompt.text for prompt in request.prompts.prompts]
-        ids, mask = self._model.encode(texts, max_length=spec.prompt_length)
+        said = [prompt.said for prompt in request.prompts.prompts]
+        ids, mask = self._model.encode(said, max_length=spec.prompt_length)
         prompts = [row[valid].tolist() for row, valid in zip(ids, mask, strict=True)]
         rows = [row // request.samples_per_prompt for row in chosen]
         seeds = request.seeds[chosen.start : chosen.stop]

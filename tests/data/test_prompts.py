@@ -219,6 +219,67 @@ def test_bad_chats_are_named(tmp_path, chat, message):
     assert str(error.value).startswith(f"data.train_files: {path}")
 
 
+# --- Chats of a language model
+
+
+def one_prompt(folder, kind: str, chat: object) -> Prompt:
+    path = folder / f"a.{kind}"
+    if kind == "jsonl":
+        write(path, json.dumps({"prompt": chat}))
+    else:
+        as_parquet(path, [{"prompt": chat}])
+    (prompt,) = read_prompts(path, require_target=False, chats=True)
+    return prompt
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_language_model_gets_all_messages(tmp_path, kind):
+    chat = [SYSTEM, *({"role": role, "content": role[0]} for role in ("user", "assistant"))]
+    chat += [{"role": "user", "content": 'what is "2"?', "name": "ann"}]
+    prompt = one_prompt(tmp_path, kind, chat)
+    # In parquet every message has a `name`, which is null in the others.
+    assert prompt.said == prompt.messages == tuple(chat)
+    assert (prompt.text, prompt.target) == ('what is "2"?', "2")
+    assert prompt.metadata == {"system_prompt": "Describe the image."}
+
+
+def test_contents_in_parts_and_calls_of_tools(tmp_path):
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    answer = {"role": "tool", "content": "3"}
+    prompt = one_prompt(tmp_path, "jsonl", [{"role": "user", "content": parts}, call, answer])
+    assert prompt.text == prompt.messages[0]["content"] == "one two"
+    assert prompt.messages[1:] == (call | {"content": ""}, answer)
+
+
+def test_a_plain_text_and_an_image_prompt_have_no_messages(tmp_path):
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": "1+1="}))
+    (prompt,) = read_prompts(path, require_target=False, chats=True)
+    assert (prompt.messages, prompt.said) == ((), "1+1=")
+    write(path, json.dumps(verl_row("a cat", "")))
+    (prompt,) = read_prompts(path, require_target=False)
+    assert (prompt.messages, prompt.said) == ((), "a cat")
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([], "a chat without a user message"),
+        ([SYSTEM], "a chat without a user message"),
+        ([{"role": "human", "content": "a"}], r"a role \(system, .*it has .*'human'"),
+        ([{"from": "user", "value": "a"}], "a role"),
+        ([{"role": "user", "content": None}], "a text as content"),
+        ([{"role": "user", "content": 5}], "a text as content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a text as content"),
+        (["hello"], "it has 'hello'"),
+        ([{"role": "user", "content": " "}], "the prompt is empty"),
+    ],
+)
+def test_chats_that_cannot_be_read_are_named(tmp_path, chat, message):
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*{message}"):
+        one_prompt(tmp_path, "jsonl", chat)
+
+
 def test_folders_without_a_file_or_with_several(dataset):
     with pytest.raises(ValueError, match=r"val_files: .* has none of test\.txt, .*: geneval, ocr"):
         read_prompts(dataset, require_target=False, key="data.val_files")

@@ -255,6 +255,19 @@ def test_construction(vllm: FakeVllm, model: CausalLM, checkpoint: Path) -> None
         make(model, max_model_length=32)
 
 
+def test_a_chat_is_what_the_template_of_the_checkpoint_makes(
+    vllm: FakeVllm, model: CausalLM
+) -> None:
+    model.tokenizer.chat_template = "{% for m in messages %}+{{ m.content }}{% endfor %}="
+    asked = request([5, 6], ["1"])
+    chat = ({"role": "system", "content": "2"}, {"role": "user", "content": "1"})
+    asked.prompts.prompts[0] = replace(asked.prompts.prompts[0], messages=chat)
+    engine = make(model)
+    list(engine.generate(asked))
+    (ids,) = {tuple(prompt["prompt_token_ids"]) for prompt in vllm.llms[0].calls[-1]["prompts"]}
+    assert model.tokenizer.decode(ids).replace(" ", "") == "+2+1="
+
+
 def test_each_sample_is_a_request_with_its_own_seed(vllm: FakeVllm, model: CausalLM) -> None:
     engine = make(model)
     list(engine.generate(request([5, 2**63 - 1, 7, 8])))

@@ -126,6 +126,7 @@ def _stack(encoded: list[Any]) -> np.ndarray:
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     row = {**asdict(prompt), "metadata": dict(prompt.metadata)}
+    del row["messages"]  # a server scores what the user says
     images = row.pop("images")
     files = [base64.b64encode(picture_bytes(image)).decode("ascii") for image in images]
     return row | ({"images": files} if files else {})

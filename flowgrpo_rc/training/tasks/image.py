@@ -62,9 +62,6 @@ class ImageTask(Task):
         self._held_out = self.config.held_out_spec()
         self._known = KnownPrompts(self.model, self._held_out)
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Takes every text: encoders cut one that is too long, as in the stock pipeline."""
-
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
         """Asks for `rollout.n` samples of each prompt, with the windows that are drawn for them."""
         config = self.config

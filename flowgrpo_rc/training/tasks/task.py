@@ -25,10 +25,6 @@ class Task(ABC):
     policy: Policy[Any]
 
     @abstractmethod
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError for a prompt that the model cannot take."""
-
-    @abstractmethod
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> RolloutRequest:
         """Asks for `rollout.n` samples of each of P prompts, prompt-major, by their P * n seeds."""
 

@@ -43,11 +43,6 @@ class TextTask(Task):
         temperature = self.config.val_kwargs.temperature
         self._held_out = replace(self.config.token_spec(), temperature=temperature, dtype="")
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError for a prompt without a token, or with too many."""
-        for prompt in prompts:
-            self.model.encode([prompt.text], max_length=self.config.prompt_length)
-
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> TextRequest:
         """Asks for `rollout.n` responses to each prompt."""
         return TextRequest(
@@ -87,7 +82,7 @@ class TextTask(Task):
         """Draws the response to each prompt, as text."""
         spec = self._held_out
         ids, mask = self.model.encode(
-            [prompt.text for prompt in prompts], max_length=spec.prompt_length
+            [prompt.said for prompt in prompts], max_length=spec.prompt_length
         )
         responses = self.policy.rollout(
             ids, mask, spec, uniform((spec.response_length,), seeds, "tokens")

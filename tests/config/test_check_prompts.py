@@ -1,0 +1,199 @@
+"""What a model reads of its prompts: image encoders cut them, language models take them whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import Train
+from support.subjects import Subject, make_subject
+from transformers import AutoTokenizer
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.check_prompts import _end_of_target, _length
+from flowgrpo_rc.models.architecture import load_tokenizers
+from flowgrpo_rc.models.base import adapters_by_pipeline
+from flowgrpo_rc.policies.encode_prompts import encode_prompts
+
+LONG = "a " * 60
+TEXT = ["--config-name=token_grpo", "trainer.device=cpu", "trainer.output_dir=run"]
+
+
+@pytest.fixture(params=sorted(adapters_by_pipeline()))
+def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
+    return make_subject(request.param, saved)
+
+
+def test_what_counts_as_cut_is_what_the_stock_pipeline_does_not_read(subject: Subject) -> None:
+    """Two texts that differ in their last letter are encoded alike wherever that is cut."""
+    model, tiny = subject.load(), subject.tiny
+    spec = tiny.spec("sde", tiny.unguided, max_sequence_length=12)
+    tokenizers = load_tokenizers(subject.config())
+    assert set(tokenizers) == {name for name in model.pipeline.components if "tokenizer" in name}
+    limits = [(each, model.most_tokens(each, spec)) for each in tokenizers.values()]
+
+    def encoded(text: str) -> torch.Tensor:
+        prompt = Prompt(text=text, index=0, images=tiny.images(0))
+        return encode_prompts(model, [prompt], spec)[0].embeds
+
+    seen = []
+    for count in range(1, 31):
+        first, second = ("z" * count + letter for letter in "xy")
+        ours = any(
+            most is None or _length(model, tokenizer, first, len(first)) <= most
+            for tokenizer, most in limits
+        )
+        one, other = encoded(first), encoded(second)
+        assert ours == (one.shape != other.shape or not torch.equal(one, other)), count
+        seen.append(ours)
+    whole = all(most is None for _, most in limits)
+    assert seen == sorted(seen, reverse=True)
+    assert any(seen)
+    assert all(seen) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "end"),
+    [
+        ('OPEN "OPEN" shop', "OPEN", 11),
+        (" a shop, OPEN ", "OPEN", 12),
+        ("a shop", "OPEN", None),
+        ("a shop", None, None),
+    ],
+)
+def test_where_a_target_ends(text: str, target: str | None, end: int | None) -> None:
+    assert _end_of_target(Prompt(text=text, index=0, target=target)) == end
+
+
+def dry_run(overrides: list[str], file: Path, *further: str) -> int:
+    files = [f"data.{kind}_files={file}" for kind in ("train", "val")]
+    ocr = ["reward.terms.ocr.weight=1", "data.train_batch_size=2"]
+    return main(["train", "--dry-run", *overrides, *files, *ocr, *further])
+
+
+def test_a_target_behind_the_cut_is_refused(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text(f'a "HI"\n{LONG}"WORLD"\n')
+    assert dry_run(overrides, file) == 2
+    error = capsys.readouterr().err
+    for words in ("data.train_files", "p.txt, line 2", "'WORLD'", "max_sequence_length"):
+        assert words in error
+
+
+def test_other_cut_prompts_are_counted_and_the_first_is_named(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text(f'a "HI"\n"ME" {LONG}\n"WE" {LONG}\n')
+    assert dry_run(overrides, file, "data.train_batch_size=2") == 0
+    said = capsys.readouterr().err
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        words = "2 of 3 prompts are cut: they have more than the 16 tokens that"
+        assert f"{words} {name} keeps" in said
+    assert f"the first is data.train_files: {file}, line 2" in said
+    # Without a reward that needs the target, nothing is refused.
+    file.write_text(f'{LONG}"HI"\n{LONG}"ME"\n')
+    assert dry_run(overrides, file, "reward.terms.ocr=null") == 0
+    assert "2 of 2 prompts are cut" in capsys.readouterr().err
+
+
+def test_suites_are_checked_too(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.txt").write_text(f'a "HI"\n{LONG}"WORLD"\n')
+    (tmp_path / "mine.yaml").write_text("prompts: own.txt\nreward: {terms: {ocr: {}}}\n")
+    given = [*overrides, f"trainer.suites=[{tmp_path / 'mine.yaml'}]"]
+    assert main(["train", "--dry-run", *given]) == 2
+    assert "suite mine, prompt 2: its target 'WORLD' lies behind" in capsys.readouterr().err
+
+
+# Language models
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> list[str]:
+    """Overrides of a small run whose prompts are chats, for a tokenizer with a template."""
+    folder = tmp_path / "lm"
+    bundled = assets.path("tiny_adder_lm")
+    folder.mkdir()
+    for file in bundled.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ '+' + m.content }}{% endfor %}="
+    tokenizer.save_pretrained(folder)
+    rows = [
+        {
+            "prompt": [
+                {"role": "system", "content": "12"},
+                {"role": "user", "content": [{"type": "text", "text": f"{10 + number}"}]},
+            ],
+            "target": "9",
+        }
+        for number in range(8)
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return [*TEXT, f"model.path={folder}", f"data.train_files={file}", f"data.val_files={file}"]
+
+
+def test_a_run_shows_the_first_prompt_as_tokens_everywhere(
+    chats: list[str], train_text: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = "7 tokens: '+' '1' '2' '+' '1' '0' '='"
+    assert main(["train", "--dry-run", "data.train_batch_size=4", *chats]) == 0
+    assert f"First prompt   {first}" in capsys.readouterr().out
+    assert train_text(*chats[3:], "trainer.total_training_steps=1", "trainer.test_freq=-1") == 0
+    output = capsys.readouterr()
+    assert f"first prompt: {first}" in " ".join((output.out + output.err).split())
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert first.replace("'", "&#39;") in report
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        ("rollout.prompt_length=6", "chats.jsonl, line 1: rollout.prompt_length=6, but the prompt"),
+        ("rollout.response_length=100", "response_length=100 are 116 tokens"),
+        (
+            "rollout.name=vllm_engine rollout.engine_kwargs.max_model_len=20",
+            "engine_kwargs.max_model_len=20 allows 20",
+        ),
+        (
+            "model.chat_template_kwargs.chat_template={{{{raise_exception(1)}}}}",
+            "chats.jsonl, line 1: model.path: its tokenizer cannot read the chat",
+        ),
+        ("model.chat_template_kwargs.tokenize=false", "chat_template_kwargs.tokenize"),
+    ],
+)
+def test_what_a_language_model_has_no_room_for(
+    chats: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    further: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr("flowgrpo_rc.rollout.vllm_engine.find_spec", lambda name: True)
+    words_of = [word.format() for word in further.split(" ")]
+    assert main(["train", "--dry-run", "data.train_batch_size=4", *chats, *words_of]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_column_of_tools_is_ignored_in_words(
+    chats: list[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    file = tmp_path / "chats.jsonl"
+    rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("\n".join(json.dumps(row | {"tools": [{"name": "add"}]}) for row in rows))
+    with caplog.at_level(logging.WARNING):
+        assert main(["train", "--dry-run", "data.train_batch_size=4", *chats]) == 0
+    assert f"{file}: the column tools is ignored" in caplog.text
