@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import warnings
@@ -14,6 +15,7 @@ from flowgrpo_rc.config.compose import compose_all, unchecked_config
 from flowgrpo_rc.config.rows import table
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
+from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -147,7 +149,9 @@ def train(
     the present step with its state saved, both as on the command line.
 
     Args:
-      config: overrides, as `["rollout.n=8"]` or as `{"rollout.n": 8}`; or a whole `Config`.
+      config: overrides, as `["rollout.n=8"]` or as `{"rollout.n": 8}`; or a whole `Config`. In a
+        mapping `data.train_files` and `data.val_files` may be rows, as a list of mappings or as a
+        `datasets.Dataset`; they are kept in the run's folder.
       rewards: name -> a function of (sample, prompt) that returns a number, or the mapping of
         `reward.terms.NAME`. They take the place of the configured rewards. The weight of a function
         is 1, or `reward.terms.NAME.weight`.
@@ -169,12 +173,15 @@ def train(
     if isinstance(config, Config):
         settings = config
     else:
+        prompts = _rows(config)
+        if isinstance(config, Mapping):
+            config = {key: value for key, value in config.items() if key not in prompts}
         lines = override_lines(config)
         composition = compose_all(lines, config_name=config_name, config_dir=config_dir)
         if composition.rows and verbose:
             print(table(composition.rows), file=sys.stderr)
         composition.check()
-        settings = unchecked_config(composition.config)
+        settings = _with_prompts(unchecked_config(composition.config), prompts)
     if callable(callbacks) or not all(map(callable, callbacks)):
         raise ValueError(f"callbacks={callbacks!r}: give a list of functions (step, metrics)")
     if rewards is not None:
@@ -193,6 +200,36 @@ def train(
             stacklevel=2,
         )
     return Run(folder, reason)
+
+
+def _rows(overrides: Overrides) -> dict[str, str]:
+    """Returns prompts that are rows, and not paths, as lines of JSON by the name of their key."""
+    found = {}
+    for key in ("data.train_files", "data.val_files"):
+        given = overrides.get(key) if isinstance(overrides, Mapping) else None
+        if given is None or isinstance(given, str | Path):
+            continue
+        rows = list(given)
+        if any(isinstance(row, Mapping) for row in rows):
+            try:
+                found[key] = "\n".join(json.dumps(dict(row), ensure_ascii=False) for row in rows)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{key}: its rows must be mappings of plain data: {error}"
+                ) from error
+    return found
+
+
+def _with_prompts(config: Config, prompts: Mapping[str, str]) -> Config:
+    """Writes prompts into the run's folder and returns the settings with their files."""
+    data = replace(config.data)
+    for key, lines in prompts.items():
+        name = key.removeprefix("data.")
+        file = Path(config.trainer.output_dir).expanduser() / "prompts" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, lines.encode())
+        setattr(data, name, str(file))
+    return replace(config, data=data)
 
 
 def override_lines(overrides: Overrides) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_inputs import Prompts
@@ -19,17 +19,14 @@ from flowgrpo_rc.models.causal_lm import check_context, load_tokenizer, shown_to
 from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.pictures import name_of, picture_size
 from flowgrpo_rc.plugins import install_hint
+from flowgrpo_rc.rewards.base import prompt_name
 from flowgrpo_rc.rewards.manager import requires_target
 
 logger = logging.getLogger(__name__)
 
 
-class _Asked(NamedTuple):
-    """Holds prompts that are asked together, and how a message names one of them."""
-
-    prompts: Sequence[Prompt]
-    where: Callable[[Prompt], str]
-    needs_target: bool
+# Prompts that are asked together, whether a reward needs their targets, and how one is named.
+_Asked = tuple[Sequence[Prompt], bool, Callable[[Prompt], str]]
 
 
 def check_images(config: Config, model: FlowModel, prompts: Prompts) -> None:
@@ -42,69 +39,69 @@ def check_images(config: Config, model: FlowModel, prompts: Prompts) -> None:
                 f"model.path={config.model.path}: a {model.pipeline_class} needs {package}: "
                 f"{install_hint('editing')}"
             )
-    for asked in _asked(config, prompts):
-        for prompt in asked.prompts:
+    for read, _, where in _asked(config, prompts):
+        for prompt in read:
             for image in prompt.images:
                 try:
                     model.image_size(*picture_size(image), config.rollout.spec())
                 except ValueError as error:
-                    where = asked.where(prompt)
-                    raise ValueError(f"{where}: {name_of(image)}: {error}") from error
+                    raise ValueError(f"{where(prompt)}: {name_of(image)}: {error}") from error
 
 
-def check_tokens(config: Config, prompts: Prompts | None, suites: Sequence[Suite]) -> str:
-    """A language model has room for whole prompts and answers, and its template takes all chats.
+def check_texts(
+    config: Config, model: FlowModel | None, prompts: Prompts | None, suites: Sequence[Suite]
+) -> str:
+    """Checks how much of the texts a model reads; without one, a language model takes them whole.
 
-    Returns the first prompt of training as tokens, for a reader.
+    Returns the first prompt of a language model as tokens, for a reader.
     """
-    model, rollout = config.model, config.rollout
+    asked = _asked(config, prompts, suites)
+    if model is not None:
+        _check_cuts(config, model, asked)
+        return ""
+    rollout, template = config.rollout, config.model.chat_template_kwargs
     most = rollout.engine_kwargs.get("max_model_len")
-    check_context(model, rollout.prompt_length, rollout.response_length, most)
-    tokenizer = load_tokenizer(model)
-    encode = partial(
-        token_ids, tokenizer, template=model.chat_template_kwargs, max_length=rollout.prompt_length
-    )
-    for asked in _asked(config, prompts, suites):
-        for prompt in asked.prompts:
+    check_context(config.model, rollout.prompt_length, rollout.response_length, most)
+    tokenizer = load_tokenizer(config.model)
+    first = ""
+    for read, _, where in asked:
+        for prompt in read:
             try:
-                encode(prompt.said)
+                ids = token_ids(tokenizer, prompt.said, template, max_length=rollout.prompt_length)
             except ValueError as error:
-                raise ValueError(f"{asked.where(prompt)}: {error}") from error
-    return (
-        "" if prompts is None else shown_tokens(tokenizer, encode(prompts.sampler.prompts[0].said))
-    )
+                raise ValueError(f"{where(prompt)}: {error}") from error
+            first = first or shown_tokens(tokenizer, ids)
+    return first
 
 
-def check_text(
-    config: Config, model: FlowModel, prompts: Prompts | None, suites: Sequence[Suite]
-) -> None:
+def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> None:
     """Warns of prompts that an encoder cuts; refuses one whose needed target no encoder reads."""
     spec = config.rollout.spec()
-    limits = [
-        (name, tokenizer, most)
+    key = f"rollout.pipeline.max_sequence_length={spec.max_sequence_length}"
+    limits = {
+        name: (tokenizer, most)
         for name, tokenizer in load_tokenizers(config.model).items()
         if (most := model.most_tokens(tokenizer, spec)) is not None
-    ]
-    for asked in _asked(config, prompts, suites):
-        for prompt in asked.prompts if asked.needs_target and limits else ():
-            end = _end_of_target(prompt)
-            if end is not None and all(
-                _length(model, tokenizer, prompt.text, end) > most for _, tokenizer, most in limits
-            ):
-                raise ValueError(
-                    f"{asked.where(prompt)}: its target {prompt.target!r} lies behind the "
-                    f"{max(most for *_, most in limits)} tokens that the model reads of a prompt, "
-                    "so no sample could show it: shorten the prompt, or raise "
-                    f"rollout.pipeline.max_sequence_length={spec.max_sequence_length}"
-                )
-        for name, tokenizer, most in limits:
-            cut = [p for p in asked.prompts if _length(model, tokenizer, p.text) > most]
+    }
+    for read, needs_target, where in asked:
+        for name, (tokenizer, most) in limits.items():
+            cut = [prompt for prompt in read if _length(model, tokenizer, prompt.text) > most]
             if cut:
                 logger.warning(
                     "%d of %d prompts are cut: they have more than the %d tokens that %s keeps "
-                    "(rollout.pipeline.max_sequence_length=%d); the first is %s",
-                    *(len(cut), len(asked.prompts), most, name, spec.max_sequence_length),
-                    asked.where(cut[0]),
+                    "(%s); the first is %s",
+                    *(len(cut), len(read), most, name, key, where(cut[0])),
+                )
+        for prompt in read if needs_target and limits else ():
+            end = _end_of_target(prompt)
+            if end is not None and all(
+                _length(model, tokenizer, prompt.text, end) > most
+                for tokenizer, most in limits.values()
+            ):
+                raise ValueError(
+                    f"{where(prompt)}: its target {prompt.target!r} lies behind the "
+                    f"{max(most for _, most in limits.values())} tokens that the model reads of a "
+                    f"prompt, so no sample could show it: shorten the prompt, or raise {key}"
                 )
 
 
@@ -128,21 +125,20 @@ def _asked(
     config: Config, prompts: Prompts | None, suites: Sequence[Suite] = ()
 ) -> Iterator[_Asked]:
     """Yields the prompts of training, the held-out ones, and those of each suite."""
-    data = config.data
     if prompts is not None:
-        needs = requires_target(config.reward)
+        needs, data = requires_target(config.reward), config.data
         for key, paths, read in (
             ("data.train_files", data.train_files, prompts.sampler.prompts),
             ("data.val_files", data.val_files, prompts.held_out),
         ):
-            yield _Asked(read, partial(_place, paths, key), needs)
+            yield read, needs, partial(_place, paths, key)
     for suite in suites:
-        yield _Asked(suite.prompts, partial(_of_suite, suite.name), requires_target(suite.reward))
+        yield suite.prompts, requires_target(suite.reward), partial(_of_suite, suite)
 
 
 def _place(paths: Any, key: str, prompt: Prompt) -> str:
     return place_of(paths, key, prompt.index)
 
 
-def _of_suite(name: str, prompt: Prompt) -> str:
-    return f"suite {name}, prompt {prompt.index + 1}"
+def _of_suite(suite: Suite, prompt: Prompt) -> str:
+    return f"suite {suite.name}, {prompt_name(prompt)}"

@@ -18,7 +18,7 @@ import torch
 from flowgrpo_rc.config.check_engine import check_engine, check_machine
 from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
 from flowgrpo_rc.config.check_inputs import Prompts, check_inputs, inputs_of, suites_of
-from flowgrpo_rc.config.check_prompts import check_images, check_text, check_tokens
+from flowgrpo_rc.config.check_prompts import check_images, check_texts
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
@@ -73,7 +73,7 @@ def check_run(
         check_images(config, model, prompts)
     if samples:
         check_machine(config, device)
-    first = _check_texts(config, model, prompts.suites, prompts)
+    first = check_texts(config, model, prompts, prompts.suites)
     if trains and model is not None:
         check_networks(config, model, num_processes)
         check_output(config, num_trained(model))
@@ -85,7 +85,7 @@ def check_suites(config: Config) -> list[Suite]:
     check_settings(config)
     device_of(config)
     suites = suites_of(config)
-    _check_texts(config, _check_model(config, suites), suites)
+    check_texts(config, _check_model(config, suites), None, suites)
     return suites
 
 
@@ -150,19 +150,6 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     if config.rollout.quantization is not None:
         check_layers(network, config.rollout.quantization)
     return model
-
-
-def _check_texts(
-    config: Config,
-    model: FlowModel | None,
-    suites: Sequence[Suite],
-    prompts: Prompts | None = None,
-) -> str:
-    """Checks prompts against encoders, or a language model; returns its first one as tokens."""
-    if model is None:
-        return check_tokens(config, prompts, suites)
-    check_text(config, model, prompts, suites)
-    return ""
 
 
 def _check_replay(config: Config, folder: Path, num_processes: int) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.random import generator
-from flowgrpo_rc.data.chats import messages_of, plain_row
+from flowgrpo_rc.data.chats import read_chat
 from flowgrpo_rc.data.images import IMAGE_KEYS, images_of
 from flowgrpo_rc.data.readers import Row, find_file, read_rows
 
@@ -77,15 +77,13 @@ def read_prompts(
             raise ValueError(f"{key}: {file} has no prompt")
         for place, row in rows:
             where = f"{key}: {file}, {place}"
-            messages = messages_of(row, where) if chats else ()
-            plain = plain_row(row, where, messages)
+            plain, messages = read_chat(row, where, whole=chats)
             prompt = _prompt(plain, where, len(prompts), require_target, negative_text)
             images = images_of(row, file.parent, where, most_images)
             prompts.append(replace(prompt, images=images, messages=messages))
         if chats and any(row.get("tools") for _, row in rows):
             logger.warning(
-                "%s: %s: the column tools is ignored: a response calls no tool, and the prompts "
-                "name none (model.chat_template_kwargs.tools gives the template the same for all)",
+                "%s: %s: the column tools is ignored: prompts name none, and none is called",
                 *(key, file),
             )
     return prompts

@@ -171,11 +171,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 def check_context(config: ModelConfig, prompt: int, response: int, most: int | None) -> None:
     """Raises ValueError unless so many tokens of prompt and response have a position.
 
-    Args:
-      config: the model, whose config.json says how many positions it has.
-      prompt: rollout.prompt_length.
-      response: rollout.response_length.
-      most: rollout.engine_kwargs.max_model_len, the engine's own limit; None for none.
+    config.json says how many the model has; `most` is the limit of the engine, None for none.
     """
     limit, why = _context(config), "config.json of model.path"
     if most is not None and (limit is None or most < limit):

@@ -73,6 +73,11 @@ class ModelConfig:
         check_choice("model.kind", self.kind, INDEX_FILES)
         check_choice("model.dtype", self.dtype, ("fp32", "bf16", "fp64"))
         check_choice("model.lora_init", self.lora_init, LORA_INITS)
+        if self.lora_rank == 0:
+            raise ValueError(
+                "model.lora_rank=0: a LoRA is trained and never the weights themselves; give at "
+                "least 1"
+            )
         for key in ("lora_rank", "lora_alpha", "decode_batch_size"):
             check_least(f"model.{key}", getattr(self, key), 1)
         for key in ("offload_idle", "decode_batch_size", "adapter"):

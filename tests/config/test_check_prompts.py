@@ -113,7 +113,7 @@ def test_suites_are_checked_too(
     (tmp_path / "mine.yaml").write_text("prompts: own.txt\nreward: {terms: {ocr: {}}}\n")
     given = [*overrides, f"trainer.suites=[{tmp_path / 'mine.yaml'}]"]
     assert main(["train", "--dry-run", *given]) == 2
-    assert "suite mine, prompt 2: its target 'WORLD' lies behind" in capsys.readouterr().err
+    assert "its target 'WORLD' lies behind" in capsys.readouterr().err
 
 
 # Language models

@@ -63,7 +63,7 @@ IMAGES = [
     ("rollout.val_kwargs.n=0", "rollout.val_kwargs.n=0"),
     ("rollout.micro_batch_size_per_gpu=0", "rollout.micro_batch_size_per_gpu=0"),
     ("model.dtype=int8", "model.dtype='int8'"),
-    ("model.lora_rank=0", "model.lora_rank=0"),
+    ("model.lora_rank=0", "model.lora_rank=0: a LoRA is trained and never the weights themselves"),
     ("model.path=/does/not/exist", "model.path=/does/not/exist"),
     ("model.lora_path=/does/not/exist", "model.lora_path=/does/not/exist"),
     ("actor.optim.lr=-1", "actor.optim.lr=-1"),

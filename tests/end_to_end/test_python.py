@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.runs import Train, final_state
+from support.runs import SMALL_TEXT, Train, final_state
 
 import flowgrpo_rc
 from flowgrpo_rc import Prompt, Run
@@ -16,6 +16,7 @@ from flowgrpo_rc.api import override_lines
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import stored_config
+from flowgrpo_rc.data.prompts import read_prompts
 from flowgrpo_rc.rewards.function import give
 
 
@@ -39,6 +40,33 @@ def test_python_and_the_command_line_train_the_same(
     assert run.report().is_file()
     with pytest.warns(UserWarning, match=r"nothing was trained: .* holds a finished run"):
         flowgrpo_rc.train(overrides)
+
+
+class Dataset:
+    """Gives rows as datasets.Dataset does, which is no list."""
+
+    def __init__(self, *prompts: object) -> None:
+        self.rows = [{"prompt": prompt, "target": "3"} for prompt in prompts]
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        return iter(self.rows)
+
+
+def test_prompts_may_be_rows_of_the_session(tmp_path: Path) -> None:
+    settings = dict(line.split("=") for line in SMALL_TEXT if not line.startswith("--"))
+    settings |= {"trainer.output_dir": str(tmp_path / "run"), "trainer.total_training_steps": "1"}
+    texts = ["1+2=", "2+1=", "3+0=", "0+3="]
+    given = {"data.train_files": Dataset(*texts), "data.val_files": Dataset(*texts).rows}
+    run = flowgrpo_rc.train(settings | given, config_name="token_grpo")
+    stored = stored_config(run.folder / "config.yaml").data
+    for file in (stored.train_files, stored.val_files):
+        assert [prompt.text for prompt in read_prompts(file, require_target=True)] == texts
+    with pytest.warns(UserWarning, match="nothing was trained"):  # it is the same run
+        flowgrpo_rc.train(settings | given, config_name="token_grpo")
+    with pytest.raises(
+        ValueError, match=r"data\.val_files: its rows must be mappings of plain data"
+    ):
+        flowgrpo_rc.train(settings | {"data.val_files": Dataset(object())})
 
 
 def test_functions_of_the_session_take_the_place_of_the_rewards(overrides: list[str]) -> None:
