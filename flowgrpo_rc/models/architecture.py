@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
+from flowgrpo_rc.models.index import read_index
 from flowgrpo_rc.reading import blaming, read_mapping
 
 META = torch.device("meta")
@@ -48,14 +49,14 @@ def build_architecture(config: ModelConfig) -> FlowModel:
 def load_tokenizers(config: ModelConfig) -> dict[str, Any]:
     """Loads the tokenizers of a pipeline by their names in its index, and nothing else of it."""
     found = {}
-    for name, value in DiffusionPipeline.load_config(config.path).items():
+    for name, value in read_index(config).items():
         if not name.startswith("tokenizer") or not isinstance(value, list) or None in value:
             continue
         cls = getattr(transformers, value[1], None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedTokenizerBase):
             load: Any = cls
             with blaming(f"model.path={config.path}: its {name}"):
-                found[name] = load.from_pretrained(config.path, subfolder=name)
+                found[name] = load.from_pretrained(config.location(), subfolder=name)
     return found
 
 
