@@ -20,7 +20,10 @@ from flowgrpo_rc.config.tree import known_keys
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 
 # Sections whose keys the user names: rewards, options of an engine, options of a loss.
-FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.", f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}.")
+FREE_FORM = (
+    *("reward.terms.", "rollout.engine_kwargs.", "model.chat_template_kwargs."),
+    *(f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}."),
+)
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 _SELF = "_self_"

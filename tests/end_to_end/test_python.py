@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.runs import SMALL_TEXT, Train, final_state
+from support.runs import Train, final_state
 
 import flowgrpo_rc
 from flowgrpo_rc import Prompt, Run
@@ -53,8 +53,9 @@ class Dataset:
 
 
 def test_prompts_may_be_rows_of_the_session(tmp_path: Path) -> None:
-    settings = dict(line.split("=") for line in SMALL_TEXT if not line.startswith("--"))
-    settings |= {"trainer.output_dir": str(tmp_path / "run"), "trainer.total_training_steps": "1"}
+    settings: dict[str, object] = {"trainer.total_training_steps": 1, "data.train_batch_size": 4}
+    settings |= {"actor.ppo_mini_batch_size": 4, "actor.ppo_micro_batch_size_per_gpu": 32}
+    settings |= {"trainer.output_dir": tmp_path / "run", "trainer.device": "cpu"}
     texts = ["1+2=", "2+1=", "3+0=", "0+3="]
     given = {"data.train_files": Dataset(*texts), "data.val_files": Dataset(*texts).rows}
     run = flowgrpo_rc.train(settings | given, config_name="token_grpo")
