@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -39,13 +40,23 @@ class Scores:
     failure: str = ""
 
 
-def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]:
-    """Returns the numbers of a reward as floats; None and what is not finite become NaN."""
-    plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
-    return [
-        float(value) if isinstance(value, Real) and math.isfinite(value) else math.nan
-        for value in plain
-    ]
+def finite_numbers(values: Sequence[Any] | np.ndarray | Tensor) -> list[float]:
+    """Returns the numbers of a reward as floats; None and what is not finite become NaN.
+
+    A number is one of Python, or a scalar, array or tensor of NumPy or torch that holds just one.
+    """
+    listed = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
+    return [_number(value) for value in listed]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (np.ndarray, np.generic, Tensor)) and math.prod(value.shape) == 1:
+        value = value.item()
+    try:
+        number = float(value) if isinstance(value, (Real, Decimal)) else math.nan
+    except OverflowError:  # a whole number of Python may be larger than any float
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def check_at_least_one(**options: int) -> None:
@@ -117,6 +128,6 @@ class Reward(ABC):
         Args:
           samples: uint8 RGB images [N, H, W, 3] or videos [N, F, H, W, 3], a list of N texts, or
             latents [N, ...]: a tensor on the model's device, in the shape and precision in which
-            the model denoises.
+            the model denoises. They are a copy, as the prompts are.
           prompts: the prompt of each sample. If the reward is groupwise, they are one group.
         """

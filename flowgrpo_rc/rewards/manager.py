@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
@@ -268,11 +269,13 @@ class RewardManager:
     def _score(self, name: str, samples: Samples | Tensor, prompts: Sequence[Prompt]) -> _Outcome:
         """Waits for the scores of a chunk in a thread, for which the main one goes on meanwhile.
 
-        A reward is foreign code, so whatever it raises becomes the failure of that chunk.
+        A reward is foreign code, so whatever it raises becomes the failure of that chunk, and it
+        gets copies, since what it writes into its samples is not for the next reward.
         """
         term = self._terms[name]
         try:
-            return _checked(self._callers[name](samples, prompts), term, prompts)
+            scores = self._callers[name](*deepcopy((samples, prompts)))
+            return _checked(scores, term, prompts)
         except BaseException as error:
             return _Outcome(dict.fromkeys(term.keys, _nothing(len(prompts))), error)
 
@@ -335,7 +338,7 @@ def _checked(scores: object, term: _Term, prompts: Sequence[Prompt]) -> _Outcome
     bad = columns[term.keys[0]].isnan().nonzero().flatten().tolist()
     if not bad:
         return _Outcome(columns)
-    why = scores.failure or f"{scores.values[bad[0]]!r} is no finite number"
+    why = scores.failure or f"{scores.values[bad[0]]!r:.100} is no finite number"
     return _Outcome(columns, _NotFinite(f"{why}, for {prompt_name(prompts[bad[0]])}"))
 
 
