@@ -29,6 +29,8 @@ ESTIMATORS = {
     "gdpo": (True, False),
 }
 
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+
 
 class Advantages(NamedTuple):
     """The advantages of a batch.
@@ -59,8 +61,8 @@ def group_relative(
 
     mean_g is the mean of the valid rewards of the group. c is 1, or n / (n - 1) with
     `leave_one_out` for a group of n valid samples: c (r_i - mean_g) is then the reward less the
-    mean of the other samples. A group whose rewards are all equal gets exactly 0, whatever the
-    rounding of its mean.
+    mean of the other samples. A group whose rewards are all equal, but for the rounding of fp32,
+    gets exactly 0.
 
     Args:
       rewards: reward of each sample, [B], in any unit.
@@ -120,8 +122,8 @@ def group_decoupled(
 
     mean_gk and std_gk are those of reward k in the group, std(S) that of the whole batch. So only
     its weight decides how much a reward counts, not its scale. S needs no mean taken off, since
-    the mean of every group is 0. A group in which each reward is the same for all samples gets
-    exactly 0.
+    the mean of every group is 0. A reward that is the same for all samples of a group, but for the
+    rounding of fp32, adds exactly 0.
 
     Args:
       rewards: one [B] for each reward, each in its own unit.
@@ -223,9 +225,14 @@ def advantage_metrics(advantages: Advantages, valid: Tensor) -> MetricBag:
 def _all_equal(rewards_GB: Tensor, in_group_GB: Tensor) -> Tensor:
     """Returns whether the rewards of each group are all equal, [G]; True for a group without any.
 
-    The mean of equal rewards may be off by a rounding error, which a tiny standard deviation would
-    turn into an advantage. So they are found by comparison, not by subtraction.
+    Rewards are equal if they differ by the rounding of fp32 alone, in which models compute them:
+
+        max_g - min_g <= 4 eps max_g |r|,   eps = 1.2e-7
+
+    A deviation of that size would be divided by itself, twice in GDPO, and rounding would teach.
+    The bound is relative, so a reward in small units still counts.
     """
     highest_G = torch.where(in_group_GB, rewards_GB, -torch.inf).amax(1)
     lowest_G = torch.where(in_group_GB, rewards_GB, torch.inf).amin(1)
-    return highest_G <= lowest_G
+    largest_G = select(rewards_GB.abs(), in_group_GB).amax(1)
+    return highest_G - lowest_G <= _ROUNDING * largest_G

@@ -10,7 +10,13 @@ from support.builders import diffusion_batch, on_shards, token_batch
 from support.oracles import mean, std
 from torch import Tensor
 
-from flowgrpo_rc.core.advantages import ESTIMATORS, farthest, group_decoupled, group_relative
+from flowgrpo_rc.core.advantages import (
+    ESTIMATORS,
+    estimate,
+    farthest,
+    group_decoupled,
+    group_relative,
+)
 
 EPS = 1e-4
 OPTIONS = [
@@ -142,6 +148,35 @@ def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
     images = diffusion_batch(zero, rejection_mask=kept)
     assert images.wholly_rejected().tolist() == [False, False, True, True]
     assert text.replace(rejection_mask=None).wholly_rejected().tolist() == [False] * 4
+
+
+def by_estimator(name: str, group_size: int, *terms: Tensor) -> Tensor:
+    group = torch.arange(len(terms[0])) // group_size
+    options = {"norm_by_std": True, "global_std": ESTIMATORS[name][1]}
+    given = sum(terms), terms, [1.0] * len(terms), group, torch.ones(len(group), dtype=torch.bool)
+    return estimate(name, *given, **options).values
+
+
+@pytest.mark.parametrize("value", [0.83, -0.83, 1 / 3, 1e-6, 4097.0])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_rewards_that_differ_by_the_rounding_of_fp32_teach_nothing(name, value):
+    """Neither alone nor beside a reward that differs, whatever their unit."""
+    eps = torch.finfo(torch.float32).eps
+    rounded = torch.tensor(value) * (1 + eps * torch.tensor([0.0, 1.0, 2.0] * 4))
+    assert rounded.unique().numel() == 3
+    assert by_estimator(name, 3, rounded).tolist() == [0.0] * 12
+    real = torch.tensor([0.0, 1.0, 0.0] * 4)
+    both, alone = by_estimator(name, 3, rounded, real), by_estimator(name, 3, real)
+    torch.testing.assert_close(both, alone, atol=3e-3, rtol=0)
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e5])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_real_difference_counts_in_every_unit(name, unit):
+    """Also one in ten thousand; GDPO knows no unit."""
+    rewards = unit * torch.tensor([1.0, 1.0001] * 4)
+    assert by_estimator(name, 2, rewards).abs().min() > 0
+    assert name != "gdpo" or by_estimator(name, 2, 1e4 * rewards).abs().min() > 0.4
 
 
 # --- GDPO
