@@ -15,10 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
 # Other formats that Pillow knows start programs or hold no picture.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+_BITS, _PHOTOMETRIC = 258, 262  # tags of TIFF
 _ORIENTATION = 0x0112  # the EXIF tag of how a camera was held; 5 to 8 stand on their side
 _HELD = 16  # pictures that are kept; all samples of a prompt are scored against the same
 _FAULTS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
@@ -31,9 +33,23 @@ def read_picture(picture: str | bytes) -> np.ndarray:
     The array is read-only, since others get the same. ValueError names what is no picture.
     """
     with _opened(picture) as image:
-        pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
+        pixels = rgb_pixels(image)
     pixels.setflags(write=False)
     return pixels
+
+
+def rgb_pixels(image: Image.Image) -> np.ndarray:
+    """Returns what a person sees of an opened picture, over white and the right way up.
+
+    The result is uint8 RGB [H, W, 3].
+    """
+    turned = ImageOps.exif_transpose(image)
+    if _is_deep(image):
+        turned = Image.fromarray(_levels(np.asarray(turned), image))
+    if turned.has_transparency_data:
+        turned = turned.convert("RGBA")
+        turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned)
+    return np.array(turned.convert("RGB"))
 
 
 def verify_picture(picture: str | bytes) -> None:
@@ -70,6 +86,11 @@ def _opened(picture: str | bytes) -> Iterator[Image.Image]:
     file = picture if isinstance(picture, str) else io.BytesIO(picture)
     try:
         with Image.open(file, formats=_FORMATS) as image:
+            if image.mode not in _MODES and not _is_deep(image):
+                raise ValueError(
+                    f"its mode is {image.mode}, which does not say what is white: save it with 8 "
+                    "or 16 bits a channel, as grey or RGB"
+                )
             yield image
     except FileNotFoundError as error:
         raise ValueError(f"there is no file {name_of(picture)}") from error
@@ -77,3 +98,20 @@ def _opened(picture: str | bytes) -> Iterator[Image.Image]:
         raise ValueError(
             f"{name_of(picture)} cannot be read as a picture ({type(error).__name__}: {error})"
         ) from error
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Returns whether an opened picture has greys of more than 8 bits."""
+    # Older Pillow calls the 16 bits of a PNG by the mode of 32.
+    return image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
+
+
+def _levels(values: np.ndarray, image: Image.Image) -> np.ndarray:
+    """Returns the 8-bit levels of deep greys [H, W]: value / 257 for 16 bits."""
+    tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+    (bits,) = tags.get(_BITS, (16,))
+    levels = np.rint(values * (255 / (2**bits - 1)))
+    if tags.get(_PHOTOMETRIC) == 0:  # white is zero
+        levels = 255 - levels
+    levels[values == image.info.get("transparency", -1)] = 255
+    return levels.astype(np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from pathlib import Path
 
@@ -59,6 +60,12 @@ def test_files_may_hold_the_pictures_themselves(folder: Path) -> None:
     assert second.images == (str(folder / "a.png"),)
 
 
+def float_picture() -> str:
+    file = io.BytesIO()
+    Image.new("F", (3, 2), 0.5).save(file, "TIFF")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -73,6 +80,7 @@ def test_files_may_hold_the_pictures_themselves(folder: Path) -> None:
         ({"image": {"bytes": None, "path": None}}, "must be a path"),
         ({"image": {"base64": "abc"}}, "the base64 of an image is broken: Incorrect padding"),
         ({"image": {"base64": "abcd"}}, "an image of 3 bytes cannot be read as a picture"),
+        ({"image": {"base64": float_picture()}}, "its mode is F, which does not say what is white"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.pictures import picture_bytes, picture_size
+from flowgrpo_rc.pictures import picture_bytes, picture_size, rgb_pixels
 from flowgrpo_rc.rewards.base import Scores, finite_numbers
 
 PATH = "/v1/score"
@@ -93,7 +93,7 @@ def decode_png(text: Any, max_pixels: int = MAX_PIXELS) -> np.ndarray:
         with Image.open(BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"]) as image:
             if image.width * image.height > max_pixels:
                 raise ValueError(f"{image.width} x {image.height} pixels are too many")
-            return np.asarray(image.convert("RGB"))
+            return rgb_pixels(image)
     except (binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
         kind = type(error).__name__
         raise ValueError(f"an image must be a PNG file in base64 ({kind})") from error
