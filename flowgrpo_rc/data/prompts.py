@@ -6,7 +6,9 @@ the mini-batches of a step hold the same prompts for any number of processes.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,6 +24,7 @@ from flowgrpo_rc.data.images import IMAGE_KEYS, images_of
 from flowgrpo_rc.data.readers import Row, find_file, read_rows
 
 logger = logging.getLogger(__name__)
+_INCHES = re.compile("[0-9¼½¾⅛⅜⅝⅞]$")
 _TEXTS = ("prompt", "target", "negative_prompt")
 # `prompts` is the key of a suite.
 _SPLITS = {"data.train_files": "train", "data.val_files": "test", "prompts": "test"}
@@ -106,9 +109,18 @@ def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Pat
 
 
 def quoted_text(text: str) -> str | None:
-    """Returns the text in the first pair of double quotes; None if there is no pair."""
-    pieces = text.split('"', 2)
-    return pieces[1] if len(pieces) == 3 else None
+    """Returns the text in the first pair of double quotes; None if there is no pair.
+
+    ValueError if the quotes do not pair up, such as after inches.
+    """
+    pieces = text.split('"')
+    if len(pieces) < 3:
+        return None
+    if len(pieces) % 2 == 0:
+        raise ValueError("an odd number of double quotes")
+    if _INCHES.search(pieces[0]):
+        raise ValueError("a double quote after a digit, which may be an inch mark")
+    return pieces[1]
 
 
 class PromptSampler:
@@ -167,6 +179,7 @@ def shard(
 
 
 def _prompt(row: Row, where: str, index: int, require_target: bool, negative_text: str) -> Prompt:
+    _check_letters(row, where)
     texts: dict[str, Any] = {name: row.get(name) for name in _TEXTS}
     for name, value in texts.items():
         if not isinstance(value, str | None):
@@ -174,7 +187,12 @@ def _prompt(row: Row, where: str, index: int, require_target: bool, negative_tex
     text, target, negative = texts.values()
     if text is None or not text.strip():
         raise ValueError(f"{where}: the prompt is {'missing' if text is None else 'empty'}")
-    target = quoted_text(text) if target is None else target
+    if target is None:
+        try:
+            target = quoted_text(text)
+        except ValueError as error:
+            if require_target:
+                raise ValueError(f'{where}: {text!r} has {error}: give the key "target"') from error
     if require_target and (target is None or not target.strip()):
         raise ValueError(
             f"{where}: {text!r} has {'no' if target is None else 'an empty'} target; the reward "
@@ -188,3 +206,13 @@ def _prompt(row: Row, where: str, index: int, require_target: bool, negative_tex
         negative_text=negative_text if negative is None else negative,
         metadata={name: value for name, value in row.items() if name not in (*_TEXTS, *IMAGE_KEYS)},
     )
+
+
+def _check_letters(row: Row, where: str) -> None:
+    """Raises ValueError for half a letter, which JSON can write and no file of UTF-8 can hold."""
+    for name, value in row.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False, default=lambda other: None).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ValueError(f"{where}: {name!r} holds {half!r}, which is no UTF-8") from error

@@ -85,7 +85,7 @@ def _read_parquet(file: Path, key: str) -> Iterator[tuple[str, Row]]:
         raise ValueError(f"{key}: reading {file} needs pyarrow: {hint}") from error
     try:
         rows = read_table(file).to_pylist()
-    except ArrowInvalid as error:
+    except (ArrowInvalid, UnicodeDecodeError) as error:
         raise ValueError(f"{key}: {file} is not a parquet file ({error})") from error
     for number, row in enumerate(rows, start=1):
         yield f"row {number}", row

@@ -47,6 +47,31 @@ def test_targets_are_optional_unless_required(tmp_path, monkeypatch):
     assert [prompt.target for prompt in found] == [None, None, None, "dog"]
 
 
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ('A 6" wide sign that says "HELLO"', None),
+        ('signs of 5" and "HELLO"', None),
+        ('"HELLO" on a 5" card', None),
+        ('a 4" x 6" card', None),
+        ('a 4½" by 6" card that says "HELLO"', None),
+        ('"ROUTE 66" on a sign', "ROUTE 66"),  # a quote that closes may follow a digit
+        ('a sign "HELLO" on a 5" by 7" card', "HELLO"),
+    ],
+)
+def test_quotes_that_do_not_pair_up_are_no_target(tmp_path, text, target):
+    """A target that is given decides; where no reward needs one, there is none."""
+    lines = write(tmp_path / "a.txt", f"{text}\n")
+    assert read_prompts(lines, require_target=False)[0].target == target
+    rows = write(tmp_path / "a.jsonl", json.dumps({"prompt": text, "target": "OPEN"}))
+    assert read_prompts(rows, require_target=True)[0].target == "OPEN"
+    if target is None:
+        message = r'line 1: .*(odd number of double quotes|inch mark): give the key "target"'
+        for file in (lines, as_parquet(tmp_path / "a.parquet", [{"prompt": text}])):
+            with pytest.raises(ValueError, match=message.replace("line", "(line|row)")):
+                read_prompts(file, require_target=True)
+
+
 ROWS = [
     {"prompt": 'a "CAFE"', "target": "Bistro", "negative_prompt": "dark", "source": "x", "id": 7},
     {"prompt": 'a "CAFE"', "target": None, "negative_prompt": None, "source": None, "id": 8},
@@ -90,6 +115,10 @@ def test_several_files_share_one_numbering(tmp_path):
         ("a.jsonl", '{"text": "a"}', "line 1: the prompt is missing"),
         ("a.jsonl", '{"prompt": " "}', "line 1: the prompt is empty"),
         ("a.jsonl", '{"prompt": 3}', "line 1: prompt must be a text, got 3"),
+        ("a.jsonl", r'{"prompt": "a \ud83d"}', r"line 1: 'prompt' holds '\\ud83d', .*no UTF-8"),
+        ("a.jsonl", r'{"prompt": "a", "target": "\udc00"}', "line 1: 'target' .*no UTF-8"),
+        ("a.jsonl", r'{"prompt": "a", "x": [{"y": "\udc00"}]}', "line 1: 'x' .*no UTF-8"),
+        ("a.jsonl", r'{"prompt": "a", "x": {"\udc00": 1}}', "line 1: 'x' .*no UTF-8"),
         ("a.jsonl", '{"prompt": "a \\"b\\"", "target": ""}', "line 1: .* has an empty target"),
         ("a.jsonl", '{"prompt": "a \\"b\\"", "target": 5}', "line 1: target must be a text, got 5"),
         ("a.parquet", "not parquet", "is not a parquet file"),
@@ -99,6 +128,13 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as error:
         read_prompts(write(tmp_path / name, content), require_target=True, key="data.val_files")
     assert str(error.value).startswith(f"data.val_files: {tmp_path / name}")
+
+
+def test_a_parquet_file_may_hold_bytes_where_text_belongs(tmp_path):
+    broken = pyarrow.array([b"caf\xe9"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"prompt": broken}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"train_files: .*a\.parquet .*utf-8"):
+        read_prompts(tmp_path / "a.parquet", require_target=False)
 
 
 def test_missing_file_and_no_file(tmp_path):
