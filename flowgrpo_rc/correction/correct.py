@@ -161,7 +161,9 @@ class Corrector:
         rules = self.rules
         weighs = rules.level is not None
         keep_mask = torch.empty_like(step_mask)
-        weights = torch.empty_like(training_log_probs) if weighs else None
+        # In fp16 a small weight would be rounded before the normalisation makes it large.
+        precision = torch.promote_types(training_log_probs.dtype, torch.float32)
+        weights = torch.empty_like(training_log_probs, dtype=precision) if weighs else None
         terms = keep_mask.new_empty((2, len(step_mask)), dtype=torch.float64)
         metrics = RowMetrics()
         for rows in row_blocks(step_mask):

@@ -96,6 +96,17 @@ def test_a_mean_of_one_in_a_hundred_million_is_still_divided_by_and_a_smaller_on
     assert found.weights.flatten().tolist() == pytest.approx([expect] * 6, rel=1e-6)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_small_weights_are_normalised_before_they_are_rounded(level, dtype):
+    """exp(-16.3) is 8.3e-8, between the two smallest numbers of fp16; the mean weight is 1."""
+    training = torch.full((3, 1), -16.3, dtype=dtype)
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    weights = run(training, 0 * training, mask, Rule(level, normalise=True)).weights
+    assert weights.dtype == dtype
+    assert weights.flatten().tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize(
     "mode", [{}, {"bypass_mode": True, "loss_type": "reinforce"}], ids=["decoupled", "reinforce"]
 )
