@@ -6,8 +6,9 @@ They import no library of models, so the command line calls them before it impor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -16,12 +17,12 @@ from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.check_settings import SCORED, check_settings
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import PromptSampler, prompt_files, read_prompts
+from flowgrpo_rc.data.prompts import PromptSampler, place_of, prompt_files, read_prompts
 from flowgrpo_rc.evaluation.suite import Suite, read_suites
 from flowgrpo_rc.models.config import INDEX_FILES
 from flowgrpo_rc.records.inputs import Input, file_input, model_inputs, prompts_input
 from flowgrpo_rc.records.trackers import check_login
-from flowgrpo_rc.rewards.manager import check_images, check_needs, requires_target
+from flowgrpo_rc.rewards.manager import check_images, check_needs, check_prompts, requires_target
 
 
 class Prompts(NamedTuple):
@@ -42,6 +43,8 @@ def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True)
     if trains:
         check_login(config.trainer.logger)
     check_needs(config.reward)
+    for key, files, read in files_of(config, prompts):
+        check_prompts(config.reward, read, partial(place_of, files, key))
     return prompts._replace(suites=suites_of(config) if trains else ())
 
 
@@ -75,6 +78,12 @@ def prompts_of(config: Config) -> Prompts:
     return Prompts(PromptSampler(train, data.train_batch_size, config.trainer.seed), held_out)
 
 
+def files_of(config: Config, prompts: Prompts) -> Iterator[tuple[str, Any, Sequence[Prompt]]]:
+    """Yields each key of prompt files, what it names, and the prompts that were read there."""
+    yield "data.train_files", config.data.train_files, prompts.sampler.prompts
+    yield "data.val_files", config.data.val_files, prompts.held_out
+
+
 def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
     """Returns what is on this machine of all that a run reads, by the setting that names it.
 
@@ -82,13 +91,9 @@ def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
     files of `data.replay_dir`, and `model.lora_path`, which a run that goes on no longer reads, are
     left out.
     """
-    data = config.data
     found = {
-        key: prompts_input(prompt_files(given, key), read)
-        for key, given, read in (
-            ("data.train_files", data.train_files, prompts.sampler.prompts),
-            ("data.val_files", data.val_files, prompts.held_out),
-        )
+        key: prompts_input(prompt_files(files, key), read)
+        for key, files, read in files_of(config, prompts)
     }
     model = _folder_of_model(config)
     if model is not None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.config.check_inputs import Prompts
+from flowgrpo_rc.config.check_inputs import Prompts, files_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import place_of
 from flowgrpo_rc.evaluation.suite import Suite
@@ -126,11 +126,8 @@ def _asked(
 ) -> Iterator[_Asked]:
     """Yields the prompts of training, the held-out ones, and those of each suite."""
     if prompts is not None:
-        needs, data = requires_target(config.reward), config.data
-        for key, paths, read in (
-            ("data.train_files", data.train_files, prompts.sampler.prompts),
-            ("data.val_files", data.val_files, prompts.held_out),
-        ):
+        needs = requires_target(config.reward)
+        for key, paths, read in files_of(config, prompts):
             yield read, needs, partial(_place, paths, key)
     for suite in suites:
         yield suite.prompts, requires_target(suite.reward), partial(_of_suite, suite)

@@ -80,6 +80,7 @@ def read_prompts(
             raise ValueError(f"{key}: {file} has no prompt")
         for place, row in rows:
             where = f"{key}: {file}, {place}"
+            _check_letters(row, where)
             plain, messages = read_chat(row, where, whole=chats)
             prompt = _prompt(plain, where, len(prompts), require_target, negative_text)
             images = images_of(row, file.parent, where, most_images)
@@ -179,7 +180,6 @@ def shard(
 
 
 def _prompt(row: Row, where: str, index: int, require_target: bool, negative_text: str) -> Prompt:
-    _check_letters(row, where)
     texts: dict[str, Any] = {name: row.get(name) for name in _TEXTS}
     for name, value in texts.items():
         if not isinstance(value, str | None):

@@ -121,6 +121,13 @@ class Reward(ABC):
         nothing but its options need not define it.
         """
 
+    def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027 - most rewards read no metadata
+        """Raises ValueError if no sample of the prompt can be scored, or none can score best.
+
+        It is called with every prompt of a run before a model is loaded. The message need not name
+        the prompt.
+        """
+
     @abstractmethod
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
         """Scores N samples.

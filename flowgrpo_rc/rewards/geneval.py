@@ -12,6 +12,7 @@ and its answer holds the objects of each image, the most certain first; a colour
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class GenEval(Reward):
     """The mean, over all that the prompt asks for, of how far each wish is met, from 0 to 1.
 
     The part `strict` is 1 if every wish is met completely. The wishes are read from two fields of
-    GenEval's own prompt files:
+    GenEval's own prompt files, which may hold them as JSON text:
 
     * `include`, a list of {class, count, color, position: [side, index of another entry]}. n
       objects out of `count` meet it by n / count. With a colour or a position this is one half of
@@ -63,6 +64,10 @@ class GenEval(Reward):
         check_at_least_one(batch_size=batch_size)
         self._batch_size = batch_size
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if the wishes of the prompt cannot be read."""
+        _wishes(prompt)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         wanted = [_wishes(prompt) for prompt in prompts]
@@ -147,10 +152,13 @@ def _beyond(offset: float, margin: float) -> float:
 def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
     """Reads `include` and `exclude`. ValueError if a prompt lacks them or holds something else."""
     where = prompt_name(prompt)
-    wanted = prompt.metadata.get("include")
-    unwanted = prompt.metadata.get("exclude") or []
+    wanted = _unpacked(prompt.metadata.get("include"))
+    unwanted = _unpacked(prompt.metadata.get("exclude")) or []
     if not isinstance(wanted, list) or not wanted or not isinstance(unwanted, list):
-        raise ValueError(f"{where}: include must be a list of objects, and exclude one or nothing")
+        raise ValueError(
+            f"{where}: include must be a list of objects, and exclude one or nothing, as they are "
+            f"or as JSON; got {wanted!r:.100} and {unwanted!r:.100}"
+        )
     include = [_wish(row, where, excluded=False) for row in wanted]
     for wish in include:
         side, index = wish.position or (POSITIONS[0], 0)
@@ -160,8 +168,19 @@ def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
     return include, [_wish(row, where, excluded=True) for row in unwanted]
 
 
+def _unpacked(value: Any) -> Any:
+    """Returns what a text holds as JSON, since columns of parquet hold no mixed lists."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
 def _wish(row: Any, where: str, *, excluded: bool) -> Wish:
-    match {"color": None, "position": None, **row} if isinstance(row, Mapping) else row:
+    row = _unpacked(row)
+    if isinstance(row, Mapping):
+        row = {"color": None, **row, "position": _unpacked(row.get("position"))}
+    match row:
         case {
             "class": str(name),
             "count": int(count),

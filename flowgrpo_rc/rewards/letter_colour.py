@@ -36,6 +36,10 @@ class LetterColour(Reward):
     kind = "image"
     part_names = ("painted", "kept")
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if the prompt has no image or no colour."""
+        _colour(prompt)
+
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         """Scores images [N, H, W, 3]; NaN if a source has no letters."""
         parts = [_score(image, prompt) for image, prompt in zip(samples, prompts, strict=True)]
@@ -60,13 +64,19 @@ def wanted_picture(source: np.ndarray, colour: Sequence[float]) -> tuple[np.ndar
     return pixels + share[..., None] * (np.asarray(colour) - ink), share
 
 
+def _colour(prompt: Prompt) -> Sequence[float]:
+    match prompt.metadata.get("colour"):
+        case [int() | float(), int() | float(), int() | float()] as colour if prompt.images:
+            return colour
+    raise ValueError(
+        f"{prompt_name(prompt)} has {len(prompt.images)} images and "
+        f"colour={prompt.metadata.get('colour')!r}: it needs an image and "
+        '"colour": [red, green, blue]'
+    )
+
+
 def _score(image: np.ndarray, prompt: Prompt) -> tuple[float, float]:
-    colour = prompt.metadata.get("colour")
-    if not prompt.images or not isinstance(colour, Sequence) or len(colour) != 3:
-        raise ValueError(
-            f"{prompt_name(prompt)} has {len(prompt.images)} images and {colour=}: it needs "
-            'an image and "colour": [red, green, blue]'
-        )
+    colour = _colour(prompt)
     source = read_picture(prompt.images[0])
     if source.shape != image.shape:
         source = np.asarray(Image.fromarray(source).resize((image.shape[1], image.shape[0])))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -96,6 +96,26 @@ def check_needs(config: RewardConfig) -> None:
             term.reward.check()
         except ValueError as error:
             raise ValueError(f"reward.terms.{name}: {error}") from error
+
+
+def check_prompts(
+    config: RewardConfig, prompts: Sequence[Prompt], place: Callable[[int], str]
+) -> None:
+    """Raises ValueError, naming the place of the first prompt that a reward cannot score.
+
+    `place` says where the prompt of an index stands. No model that samples is loaded.
+    """
+    for name, term in _build_terms(config).items():
+        faults = []
+        for prompt in prompts:
+            try:
+                term.reward.check_prompt(prompt)
+            except ValueError as error:
+                faults.append((prompt.index, error))
+        if faults:
+            index, first = faults[0]
+            more = f"; {len(faults) - 1} more of {len(prompts)} prompts" if faults[1:] else ""
+            raise ValueError(f"{place(index)}: reward.terms.{name}: {first}{more}") from first
 
 
 def groupwise_terms(config: RewardConfig) -> list[str]:

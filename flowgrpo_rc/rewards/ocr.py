@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,21 @@ LINE_HEIGHT = 48
 MIN_LINE_WIDTH = 96
 PARTS = ("edit", "substring", "exact")  # of OcrScore, in its order
 
+# Marks that a reader takes for one. Other forms, such as full width, are known to Unicode.
+_MARKS = {
+    "'": "‘’‚‛′´ʼ",
+    '"': "“”„‟″〝〞",
+    "-": "‐‑‒–—―−",
+    "~": "〜∼",
+    ":": "∶",
+    "/": "⁄∕",
+    "|": "∣",
+    "·": "•‧・⋅",
+    "": "\ufe0e\ufe0f",  # of an emoji, whether it has colour
+}
+_MARK_OF = {form: mark for mark, forms in _MARKS.items() for form in forms}
+_OTHER_LETTERS = ("<circle>", "<super>", "<sub>", "<fraction>")  # a reader sees that ① is not 1
+
 
 class OcrScore(NamedTuple):
     """The scores of one recognised text, each from 0 to 1."""
@@ -44,7 +60,7 @@ class OcrScore(NamedTuple):
 
 
 def ocr_score(text: str, target: str) -> OcrScore:
-    """Compares recognised text with its target, without spaces and case.
+    """Compares recognised text with its target, both as `as_read` has them.
 
         reward = 1 - d / len(target)
         d = 0 if the target occurs in the text, else min(Levenshtein distance, len(target))
@@ -52,11 +68,33 @@ def ocr_score(text: str, target: str) -> OcrScore:
     The substring rule also rewards gibberish around the target. The other three scores show that.
     The target is not blank.
     """
-    text = text.replace(" ", "").lower()
-    target = target.replace(" ", "").lower()
+    text = as_read(text)
+    target = as_read(target)
     edit = 1.0 - min(Levenshtein.distance(text, target), len(target)) / len(target)
     substring = target in text
     return OcrScore(1.0 if substring else edit, edit, float(substring), float(text == target))
+
+
+def as_read(text: str) -> str:
+    """Returns a text without what a reader does not tell apart: spaces, case, forms of a letter.
+
+    Full and half width, ligatures, kinds of quotes and dashes, and accents that stand alone are
+    forms. Of plain ASCII, only the spaces and the case go.
+    """
+    if not text.isascii():
+        text = "".join(map(_plain, text))
+        text = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).lower())
+    return text.replace(" ", "").lower()
+
+
+def _plain(letter: str) -> str:
+    """Returns the plain form of a letter, of one or several; none of a space or what is unseen."""
+    if letter in _MARK_OF or unicodedata.category(letter) in ("Zs", "Cf"):
+        return _MARK_OF.get(letter, "")
+    kind, *codes = unicodedata.decomposition(letter).split() or [""]
+    if not kind.startswith("<") or kind in _OTHER_LETTERS or codes[0] == "0020":
+        return letter
+    return "".join(_plain(chr(int(code, 16))) for code in codes)
 
 
 def ocr_scores(
@@ -111,6 +149,20 @@ class OCR(Reward):
                 )
             raise ValueError(f"the OCR engine rapidocr cannot start: {error}. {remedy}") from error
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if the target has a letter that the reader cannot write."""
+        target = target_of(prompt)
+        if target.isascii() and target.isprintable():
+            return  # the reader knows all of these
+        self.check()
+        missing = set(as_read(target)) - self._letters
+        if missing:
+            letters = ", ".join(map(repr, sorted(missing)))
+            raise ValueError(
+                f"no image can score 1, since the OCR reader cannot write {letters} of the target "
+                f"{target!r}: change the target, leave the prompt out, or read with vlm_ocr"
+            )
+
     def read(self, images: np.ndarray) -> list[str]:
         """Returns the text in each of N images [N, H, W, 3] uint8 RGB; "" if there is none."""
         # RapidOCR expects the channels in OpenCV's order, blue first.
@@ -121,6 +173,11 @@ class OCR(Reward):
 
             return list(self._line_reader.text_rec(TextRecInput(img=bgr)).txts)
         return ["".join(self._page_reader(image).txts or ()) for image in bgr]
+
+    @cached_property
+    def _letters(self) -> set[str]:
+        """The letters that the reader's ONNX file lists, as `as_read` has them."""
+        return set(as_read("".join(self._line_reader.text_rec.session.get_character_list())))
 
     @cached_property
     def _line_reader(self) -> RapidOCR:

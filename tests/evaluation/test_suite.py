@@ -26,6 +26,13 @@ def own(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_prompt_that_its_reward_cannot_score_is_named_with_its_line(own: Path) -> None:
+    own.write_text(with_reward("ocr: {}"))
+    (own.parent / "own.txt").write_text('a "CAFE"\na "ЖУК"\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mine\.yaml: prompts: .*own\.txt, line 2: .*ocr: .*'ж'"):
+        read_suites([str(own)], "image")
+
+
 @pytest.mark.parametrize("name", bundled_suites())
 def test_bundled_suites_are_whole(name: str) -> None:
     suite = read_suite(name)

@@ -13,7 +13,7 @@ import torch
 from support.prompts import sums
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Reward, Scores, finite_numbers
+from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.function import give
 from flowgrpo_rc.rewards.groups import Groups
 from flowgrpo_rc.rewards.manager import (
@@ -142,28 +142,29 @@ def test_each_reward_gets_what_it_scores():
     assert not needs_samples(alone)
 
 
-FLOATS = [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
-WHOLE = [torch.bool, torch.uint8, torch.int16, torch.int64]
+HALF = [
+    *[torch.tensor(0.5, dtype=getattr(torch, name)) for name in ("half", "bfloat16", "double")],
+    torch.tensor(0.5).to(torch.float8_e4m3fn),
+    torch.tensor([0.5], requires_grad=True),
+    *[np.array(0.5, dtype) for dtype in (np.float16, np.float64, np.longdouble, object)],
+    Fraction(1, 2),
+    Decimal("0.5"),
+]
+ONE = [
+    True,
+    *[torch.ones((), dtype=dtype) for dtype in (torch.bool, torch.uint8, torch.int64)],
+    *[kind(1) for kind in (np.float16, np.bool_, np.uint8, np.int64)],
+    np.array([[True]]),
+]
+NONE = [None, "0.5", np.str_("0.5"), b"1", [0.5], 0.5j, np.complex64(1), 10**400, float("inf")]
 
 
 @pytest.mark.parametrize(
     ("given", "number"),
     [
-        *[(torch.tensor(0.5, dtype=dtype), 0.5) for dtype in FLOATS],
-        *[(torch.tensor(1, dtype=dtype), 1.0) for dtype in WHOLE],
-        *[(kind(1), 1.0) for kind in (np.float16, np.longdouble, np.bool_, np.uint8, np.int64)],
-        (torch.tensor([0.5], requires_grad=True), 0.5),
-        (np.array(0.5, np.float32), 0.5),
-        (np.array([[True]]), 1.0),
-        (np.array(0.5, object), 0.5),
-        (True, 1.0),
-        (Fraction(1, 2), 0.5),
-        (Decimal("0.5"), 0.5),
-        *[
-            (strange, None)
-            for strange in (torch.tensor(torch.inf), np.float64("nan"), "0.5", [0.5])
-        ],
-        *[(strange, None) for strange in (np.str_("0.5"), 0.5j, np.complex64(1), b"1", 10**400)],
+        *[(half, 0.5) for half in HALF],
+        *[(one, 1.0) for one in ONE],
+        *[pytest.param(none, None, id=repr(none)[:9]) for none in NONE],
         *[(several, None) for several in (np.zeros(2), torch.zeros(2), torch.zeros(0))],
     ],
 )
@@ -174,54 +175,43 @@ def test_what_a_function_may_return_as_its_number(given, number):
     manager.close()
     assert found.valid.tolist() == [number is not None] * 2
     assert number is None or found.total.tolist() == [number] * 2
-    # Further numbers of a reward, and the answers of a server, are read by the same function.
-    assert finite_numbers([given])[0] == number or number is None
-
-
-def paint(sample, prompt):
-    """Writes into all that it is given, by numpy and by torch, which asks no flag."""
-    sample[...] = 255
-    torch.from_numpy(sample)[0] = 128
-    prompt.metadata["words"].append("painted")
-    return 0.0
-
-
-def look(sample, prompt):
-    return float(sample.max()) + len(prompt.metadata["words"])
 
 
 class Painter(Reward):
-    """Paints whole chunks."""
+    """Writes into all that it is given, by torch, which asks no flag of an array."""
 
     def __init__(self, *, kind: str = "image", groupwise: bool = False) -> None:
         self.kind = kind
         self.groupwise = groupwise
 
     def __call__(self, samples, prompts):
-        samples[...] = 200
+        torch.as_tensor(samples)[...] = 200
+        prompts[0].metadata["words"].append("painted")
         return Scores(values=[0.0] * len(samples))
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 8, 3), (2, 3, 8, 8, 3)], ids=["images", "videos"])
-def test_a_reward_that_changes_its_samples_changes_them_for_itself(shape):
-    """The rewards before and after it see what was sampled, and so does the caller."""
-    kind = "image" if len(shape) == 4 else "video"
-    own = {"_target_": "function", "path": f"{HERE}:look"}
+def look(sample, prompt):
+    return float(sample.max()) + len(prompt.metadata["words"])
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_reward_that_changes_its_samples_changes_them_for_itself(kind):
+    """The next reward sees what was sampled, and so does the caller."""
+    painter, own = f"{HERE}.Painter", {"_target_": "function", "path": f"{HERE}:look"}
     terms = {
-        "paint": {"_target_": "function", "path": f"{HERE}:paint"},
-        "chunk": {"_target_": f"{HERE}.Painter", "kind": kind},
-        "group": {"_target_": f"{HERE}.Painter", "kind": kind, "groupwise": True},
-        "latent": {"_target_": f"{HERE}.Painter", "kind": "latent"},
+        "chunk": {"_target_": painter, "kind": kind},
+        "group": {"_target_": painter, "kind": kind, "groupwise": True},
+        "latent": {"_target_": painter, "kind": "latent"},
         "look": own,
         "look_at_latents": own | {"kind": "latent"},
     }
     manager = RewardManager(RewardConfig(terms=terms))
-    samples, latents = np.zeros(shape, np.uint8), torch.zeros(2, 4)
+    samples = np.zeros((2, 8, 8, 3) if kind == "image" else (2, 3, 8, 8, 3), np.uint8)
+    latents = torch.zeros(2, 4)
     prompts = [Prompt(text="a", index=0, metadata={"words": []})] * 2
-    groups = Groups(of=[0, 0], size=2)
-    found = manager.collect([manager.submit(samples, prompts, latents, groups)])
+    handle = manager.submit(samples, prompts, latents, Groups(of=[0, 0], size=2))
+    assert manager.collect([handle]).total.tolist() == [0.0, 0.0]
     manager.close()
-    assert found.total.tolist() == [0.0, 0.0]
     assert not samples.any()
     assert not latents.any()
     assert prompts[0].metadata == {"words": []}

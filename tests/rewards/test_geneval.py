@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.prompts import random_images
 from support.reward_servers import answering, scripted
@@ -69,6 +71,10 @@ DOG = {"class": "dog", "count": 1}
     [
         ({}, r"prompt 4 \('x'\): include must be a list"),
         ({"include": []}, "include must be a list"),
+        ({"include": "a dog"}, "include must be a list .* or as JSON; got 'a dog'"),
+        ({"include": '[{"class": "dog"'}, "include must be a list .*got"),
+        ({"include": "[" * 99_999}, "include must be a list .*got"),
+        ({"include": '[{"class": "dog"}]'}, "must be an object with class and count"),
         ({"include": [{"class": "dog"}]}, "must be an object with class and count"),
         ({"include": [DOG | {"count": 0}]}, "must be an object with class and count"),
         ({"include": [DOG | {"position": ["near", 0]}]}, "position .*: give one of left of"),
@@ -84,6 +90,30 @@ def test_geneval_asks_no_server_about_a_prompt_that_it_cannot_judge(metadata, me
     prompt = Prompt(text="x", index=4, metadata=metadata)
     with pytest.raises(ValueError, match=message):
         GenEval(url="http://127.0.0.1:1")(random_images(1), [prompt])
+    with pytest.raises(ValueError, match=message):
+        GenEval(url="http://127.0.0.1:1").check_prompt(prompt)
+
+
+CAT_LEFT = {"class": "cat", "count": 1, "position": ["left of", 0]}
+WISHES = {"include": [DOG, CAT_LEFT], "exclude": [{"class": "cat", "count": 2}]}
+WRITTEN = {
+    "whole": {name: json.dumps(rows) for name, rows in WISHES.items()},
+    "entries": WISHES | {"include": [json.dumps(row) for row in WISHES["include"]]},
+    "position": WISHES | {"include": [DOG, CAT_LEFT | {"position": '["left of", 0]'}]},
+}
+
+
+@pytest.mark.parametrize("metadata", WRITTEN.values(), ids=WRITTEN)
+def test_wishes_may_be_written_as_json(metadata):
+    """Columns of parquet hold no list of a text and a number."""
+    prompt = Prompt(text="x", index=4, metadata=metadata)
+    objects = [{"class": "cat", "box": [0, 0, 10, 10]}, {"class": "dog", "box": [50, 0, 60, 10]}]
+    with scripted(answering(lambda _: {"objects": [objects]})) as server:
+        reward = GenEval(url=server.url)
+        reward.check_prompt(prompt)
+        scores = reward(random_images(1), [prompt])
+    assert scores.values == [1.0]
+    assert scores.parts["strict"] == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,12 @@ def test_a_source_without_letters_has_no_score() -> None:
     [
         (prompt(picture(INK)), r"prompt 4 .* has 1 images and colour=None"),
         (Prompt(text="x", index=0, metadata={"colour": [1, 2, 3]}), "has 0 images"),
+        (prompt(picture(INK), colour="red"), "colour='red': it needs"),
+        (prompt(picture(INK), colour=["1", "2", "3"]), "colour=.*: it needs"),
     ],
 )
 def test_what_it_cannot_compare_is_an_error(asked: Prompt, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LetterColour()(picture(INK)[None], [asked])
+    with pytest.raises(ValueError, match=words):
+        LetterColour().check_prompt(asked)

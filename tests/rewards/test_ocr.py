@@ -51,6 +51,64 @@ def test_score_by_hand(text, target, reward, edit, substring, exact):
     assert score.edit == pytest.approx(edit)
 
 
+SAME = [
+    ("ＯＰＥＮ２４！", "open24!"),
+    ("2：1–50％", "2:1-50%"),
+    ("caf\u0065\u0301", "CAFÉ"),
+    ("“it’s”", '"it\'s"'),
+    ("wait…", "wait..."),
+    ("oﬃce", "OFFICE"),
+    ("ﾊﾟﾝ", "パン"),
+    ("New\u00a0York\u3000City", "newyork city"),
+    ("so\u00adft\u200b", "soft"),
+    ("I\ufe0f❤\ufe0fNY", "i ❤ ny"),
+    ("Ⅳ№㎏", "IVNokg"),
+    ("𝐇𝐈", "hi"),
+]
+OTHER = [
+    ("①", "1"),
+    ("m²", "m2"),
+    ("HELLO?", "HELLO!"),
+    ("cafe", "café"),
+    ("Straße", "strasse"),
+    ("A\tB", "AB"),  # of ASCII, only spaces go
+]
+
+
+@pytest.mark.parametrize(("text", "target"), SAME)
+def test_forms_of_one_text_are_equal(text, target):
+    assert ocr_score(text, target) == ocr_score(target, text) == (1.0, 1.0, 1.0, 1.0)
+    assert ocr_score(f"x{text}", target).substring == 1.0
+
+
+@pytest.mark.parametrize(("text", "target"), OTHER)
+def test_letters_that_a_reader_tells_apart_differ(text, target):
+    assert ocr_score(text, target).exact == 0.0
+
+
+@pytest.mark.parametrize("reward", [OCR(), VideoOCR()])
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("ЖУК", "'ж', 'к', 'у'"),
+        ("AÑO", "'ñ'"),
+        ("Straße", "'ß'"),
+        ("5 €", "'€'"),
+        ("カナ", "'カ', 'ナ'"),
+        ("HAPPY\nDAY", r"'\\n'"),
+        ("Café – “2：1” №5 你好", ""),
+        ("\u00a0".join(map(chr, range(33, 127))), ""),  # all of ASCII is known
+        ("❤\ufe0f ﬁ", ""),
+    ],
+)
+def test_a_target_beyond_the_alphabet_of_the_reader_is_refused(reward, target, missing):
+    if not missing:
+        reward.check_prompt(prompt(target))
+        return
+    with pytest.raises(ValueError, match=rf"cannot write {missing} of the target .*vlm_ocr"):
+        reward.check_prompt(prompt(target))
+
+
 WORDS = ["5WSJ", "KBCA", "F4W7", "HEY", "MUSEUM"]
 
 

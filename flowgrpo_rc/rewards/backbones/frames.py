@@ -33,6 +33,10 @@ class FrameMean(Reward):
         """Raises ValueError if the image reward lacks what it needs."""
         self._images.check()
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if the image reward cannot score samples of the prompt."""
+        self._images.check_prompt(prompt)
+
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         frames = samples[:, :: self._every]
         count = frames.shape[1]
