@@ -84,41 +84,37 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
         if (most := model.most_tokens(tokenizer, spec)) is not None
     }
     for read, needs_target, where in asked:
+        cut_by_all = set(range(len(read)) if limits else ())
         for name, (tokenizer, most) in limits.items():
-            cut = [prompt for prompt in read if _length(model, tokenizer, prompt.text) > most]
+            texts = [model.templated(tokenizer, prompt.text) for prompt in read]
+            cut = [row for row, ids in enumerate(tokenizer(texts).input_ids) if len(ids) > most]
+            cut_by_all &= set(cut)
             if cut:
                 logger.warning(
                     "%d of %d prompts are cut: they have more than the %d tokens that %s keeps "
                     "(%s); the first is %s",
-                    *(len(cut), len(read), most, name, key, where(cut[0])),
+                    *(len(cut), len(read), most, name, key, where(read[cut[0]])),
                 )
-        for prompt in read if needs_target and limits else ():
-            end = _end_of_target(prompt)
-            if end is not None and all(
-                _length(model, tokenizer, prompt.text, end) > most
-                for tokenizer, most in limits.values()
-            ):
+        for row in sorted(cut_by_all) if needs_target else ():
+            reads = (_reads_target(model, read[row], *limit) for limit in limits.values())
+            if not any(reads):
                 raise ValueError(
-                    f"{where(prompt)}: its target {prompt.target!r} lies behind the "
+                    f"{where(read[row])}: its target {read[row].target!r} lies behind the "
                     f"{max(most for _, most in limits.values())} tokens that the model reads of a "
                     f"prompt, so no sample could show it: shorten the prompt, or raise {key}"
                 )
 
 
-def _length(model: FlowModel, tokenizer: Any, text: str, end: int | None = None) -> int:
-    """Returns the tokens of a prompt in its template; with `end`, up to that place of its text."""
-    whole = model.templated(tokenizer, text)
-    if end is not None:
-        whole = whole[: max(whole.rfind(text.strip()), 0) + end]
-    return len(tokenizer(whole).input_ids)
-
-
-def _end_of_target(prompt: Prompt) -> int | None:
-    """Returns where the target ends in the text, quoted if it is; None if it is not there."""
-    for target in (f'"{prompt.target}"', prompt.target):
-        if target and target in prompt.text.strip():
-            return prompt.text.strip().find(target) + len(target)
-    return None
+def _reads_target(model: FlowModel, prompt: Prompt, tokenizer: Any, most: int) -> bool:
+    """Returns whether a prompt's target is among the tokens that are kept, or not in the text."""
+    text = prompt.text.strip()
+    quoted = f'"{prompt.target}"'
+    target = quoted if quoted in text else prompt.target or ""
+    if target not in text:
+        return True
+    whole = model.templated(tokenizer, prompt.text)
+    end = max(whole.rfind(text), 0) + text.find(target) + len(target)
+    return len(tokenizer(whole[:end]).input_ids) <= most
 
 
 def _asked(

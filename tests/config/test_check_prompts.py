@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.check_prompts import _end_of_target, _length
+from flowgrpo_rc.config.check_prompts import _reads_target
 from flowgrpo_rc.models.architecture import load_tokenizers
-from flowgrpo_rc.models.base import adapters_by_pipeline
+from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 
 LONG = "a " * 60
@@ -47,9 +47,9 @@ def test_what_counts_as_cut_is_what_the_stock_pipeline_does_not_read(subject: Su
     seen = []
     for count in range(1, 31):
         first, second = ("z" * count + letter for letter in "xy")
+        prompt = Prompt(text=first, index=0, target=first)
         ours = any(
-            most is None or _length(model, tokenizer, first, len(first)) <= most
-            for tokenizer, most in limits
+            most is None or _reads_target(model, prompt, each, most) for each, most in limits
         )
         pairs = zip(encoded(first), encoded(second), strict=True)
         assert ours == any(not torch.equal(one, other) for one, other in pairs), count
@@ -61,16 +61,21 @@ def test_what_counts_as_cut_is_what_the_stock_pipeline_does_not_read(subject: Su
 
 
 @pytest.mark.parametrize(
-    ("text", "target", "end"),
+    ("text", "target", "reads"),
     [
-        ('OPEN "OPEN" shop', "OPEN", 11),
-        (" a shop, OPEN ", "OPEN", 12),
-        ("a shop", "OPEN", None),
-        ("a shop", None, None),
+        ('OPEN 234 "OPEN"', "OPEN", False),  # the quoted one counts
+        ('OPEN 234 "OPEN"', "OPEN 2", True),
+        (" 12345678, OPEN ", "OPEN", False),
+        (" 1234, OPEN ", "OPEN", True),
+        ("a shop, and a long one", "OPEN", True),  # nothing of it is behind the cut
+        ("a shop, and a long one", None, True),
     ],
 )
-def test_where_a_target_ends(text: str, target: str | None, end: int | None) -> None:
-    assert _end_of_target(Prompt(text=text, index=0, target=target)) == end
+def test_where_a_target_stands(
+    loaded: FlowModel, text: str, target: str | None, reads: bool
+) -> None:
+    tokenizer = loaded.pipeline.tokenizer_3  # a token a letter, and an end
+    assert _reads_target(loaded, Prompt(text=text, index=0, target=target), tokenizer, 13) == reads
 
 
 def dry_run(overrides: list[str], file: Path, *further: str) -> int:
