@@ -168,8 +168,7 @@ def test_one_unanswered_image_does_not_fail_the_others():
         assert received.body["messages"][0]["content"][1]["text"]
         connection.sendall(http(chat(text)))
 
-    chat = ({"role": "user", "content": "x"},)  # of which the server gets the text
-    prompts = [Prompt(text="x", index=i, target="ab", messages=chat) for i in range(3)]
+    prompts = [Prompt(text="x", index=index, target="ab") for index in range(3)]
     with scripted(reads) as server:
         reward = VlmOCR(url=f"{server.url}/v1", model="reader", **PATIENT)
         scores = reward(IMAGES, prompts)
