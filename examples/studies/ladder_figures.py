@@ -8,7 +8,6 @@ Colours and background are those of learning_figures.py.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import matplotlib
 from cells import Cell, load
 from ladder import CLIMBERS, REFERENCE, RUNGS, STUDY
-from ladder_tables import grouped, mismatch, spread
+from ladder_tables import against, grouped, mismatch
 from learning_figures import INK, STYLE
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,7 +31,10 @@ COLOURS = {
 
 
 def draw(cells: Mapping[str, Cell], path: Path) -> None:
-    """Draws the reward after training against the mismatch of the rollout, a line for each arm.
+    """Draws the reward after training against the mismatch of the rollout.
+
+    A line and its bars are an arm's means and their own standard errors; a dot is a run
+    that ends below its start.
 
     Args:
       cells: the cells of the study.
@@ -64,16 +66,18 @@ def draw(cells: Mapping[str, Cell], path: Path) -> None:
 
 def _arms(axes: Axes, cells: Mapping[str, Cell], rungs: Sequence[str]) -> None:
     found = grouped(cells)
-    deviation = spread(cells)
     for number, arm in enumerate(CLIMBERS):
-        points = [(place, found.get((rollout, arm), {})) for place, rollout in enumerate(rungs)]
-        shown = [(place, runs) for place, runs in points if runs]
-        means = [statistics.mean(run["after"] for run in runs.values()) for _, runs in shown]
-        errors = [deviation / math.sqrt(len(runs)) for _, runs in shown]
+        points = [
+            (place + 0.08 * (number - len(CLIMBERS) // 2), rollout)
+            for place, rollout in enumerate(rungs)
+            if (rollout, arm) in found
+        ]
+        rewards = [[run["after"] for run in found[on, arm].values()] for _, on in points]
+        errors = [one.error if (one := against(cells, on, arm)) else 0 for _, on in points]
         axes.errorbar(
-            [place + 0.08 * (number - len(CLIMBERS) // 2) for place, _ in shown],
-            means,
-            yerr=errors if math.isfinite(deviation) else None,
+            [place for place, _ in points],
+            [statistics.mean(each) for each in rewards],
+            yerr=errors,
             fmt="o-",
             linewidth=1,
             markersize=4,
@@ -81,6 +85,9 @@ def _arms(axes: Axes, cells: Mapping[str, Cell], rungs: Sequence[str]) -> None:
             color=COLOURS[arm],
             label=arm,
         )
+        for place, on in points:
+            ends = [run["after"] for run in found[on, arm].values() if run["after"] < run["before"]]
+            axes.plot([place] * len(ends), ends, ".", markersize=3, color=COLOURS[arm])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

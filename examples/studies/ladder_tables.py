@@ -1,52 +1,30 @@
 """The tables, numbers and conclusions of docs/evidence.md that come from the ladder of rollouts.
 
-Differences are to exact rollouts (`REFERENCE`), taken seed by seed. Two or three seeds give a poor
-estimate of a spread, so all cells share one: the standard deviation of the differences, pooled over
-the cells in which no run collapsed.
+Differences are to exact rollouts (`REFERENCE`), taken seed by seed, each with the standard error of
+its own seeds. Many comparisons are made, and some of them exceed two errors by chance: one counts
+if it does after Holm's correction for the number of its kind.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cells import Cell
 from ladder import ARMS, CLIMBERS, REFERENCE, ROLLOUTS, RUNGS, STUDY
-from learning_tables import Runs, by_cell, collapsed
+from learning_tables import NOTHING, Estimate, by_cell, collapsed, difference, estimate
 from tables import markdown
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
 
-LIMIT = 2.0  # standard errors, beyond which one arm beats another
-NOTHING = "-"
+LEVEL = 0.05  # how often one of all comparisons of a kind may count by chance
 CORRECTIONS = tuple(arm for arm in CLIMBERS if arm != "recipe")
 NEW = ("int4", "bits3", "bits2", "reuse", "skip")  # rollouts of the newest weights, from int4 on
-CENTERED = ("centered", "centered_recomputed")
 OLD = ("int4_old8", "int4_old16")
+FINE = ("bf16", "int8", "int4", "bits3")  # rollouts on which every correction trains
 COLLAPSED = 0.1  # a mean reward below this is that of no word at all
 LEARNED = 0.55  # one below this is that of the base model, 0.527
-
-
-class Difference(NamedTuple):
-    """A mean of differences seed by seed, with its standard error.
-
-    Attributes:
-      mean: mean of the differences.
-      error: its standard error; infinite if no spread is known.
-    """
-
-    mean: float
-    error: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f}" + ("" if math.isinf(self.error) else f" ± {self.error:.3f}")
-
-    @property
-    def beaten(self) -> bool:
-        """Tells whether it is below 0 by more than `LIMIT` standard errors."""
-        return self.mean < -LIMIT * self.error
+CLOSE = 0.02  # rewards that differ by less count as level
 
 
 def grouped(cells: Mapping[str, Cell]) -> dict[tuple[str, str], dict[int, Cell]]:
@@ -54,35 +32,9 @@ def grouped(cells: Mapping[str, Cell]) -> dict[tuple[str, str], dict[int, Cell]]
     return by_cell(cells, tuple(ROLLOUTS), tuple(ARMS))
 
 
-def spread(cells: Mapping[str, Cell]) -> float:
-    """Computes the standard deviation of differences to the reference, pooled over the cells.
-
-    Args:
-      cells: name -> content of a run's file.
-
-    Returns:
-      The standard deviation; infinite if no cell has two seeds.
-    """
-    found = grouped(cells)
-    squares, degrees = 0.0, 0
-    for cell, runs in found.items():
-        if cell == REFERENCE or collapsed(runs):
-            continue
-        values = _differences(runs, found.get(REFERENCE, {}))
-        if len(values) > 1:
-            squares += statistics.variance(values) * (len(values) - 1)
-            degrees += len(values) - 1
-    return math.sqrt(squares / degrees) if degrees else math.inf
-
-
-def _differences(runs: Runs, reference: Runs) -> list[float]:
-    common = sorted(runs.keys() & reference.keys())
-    return [runs[seed]["after"] - reference[seed]["after"] for seed in common]
-
-
 def against(
     cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE
-) -> Difference | None:
+) -> Estimate | None:
     """Compares the rewards of two cells after training.
 
     Args:
@@ -95,10 +47,56 @@ def against(
       The difference, or None without a common seed.
     """
     found = grouped(cells)
-    values = _differences(found.get((rollout, arm), {}), found.get(to, {}))
-    if not values:
-        return None
-    return Difference(statistics.mean(values), spread(cells) / math.sqrt(len(values)))
+    return difference(found.get((rollout, arm), {}), found.get(to, {}))
+
+
+def over(
+    cells: Mapping[str, Cell], pairs: Sequence[tuple[tuple[str, str], tuple[str, str]]]
+) -> Estimate | None:
+    """Averages differences between cells over pairs of them, seed by seed.
+
+    Args:
+      cells: name -> content of a run's file.
+      pairs: (rollout, arm) of a cell, and of the one that it is compared with.
+
+    Returns:
+      The mean over pairs and seeds, with the spread of the seeds; None without a common seed.
+    """
+    found = grouped(cells)
+    sides = [(found.get(one, {}), found.get(other, {})) for one, other in pairs]
+    seeds = set.intersection(*(runs.keys() & to.keys() for runs, to in sides))
+    means = [
+        statistics.mean(runs[seed]["after"] - to[seed]["after"] for runs, to in sides)
+        for seed in sorted(seeds)
+    ]
+    return estimate(means) if means else None
+
+
+def behind(found: Mapping[str, Estimate]) -> set[str]:
+    """Returns the differences below 0 that are no chance among so many (Holm's correction)."""
+    rising = sorted(found, key=lambda name: found[name].chance)
+    sure = set()
+    for number, name in enumerate(rising):
+        if found[name].chance > LEVEL / (len(found) - number):
+            break
+        sure.add(name)
+    return {name for name in sure if found[name].mean < 0}
+
+
+def families(cells: Mapping[str, Cell]) -> Iterable[dict[str, Estimate]]:
+    """Yields the differences to exact rollouts of each kind, by "rollout arm".
+
+    The cells of the corrections are one kind, those of the recipe another, and the means of all
+    corrections on a rollout a third.
+    """
+    for arms in (CORRECTIONS, ("recipe",)):
+        found = {f"{on} {arm}": against(cells, on, arm) for on in RUNGS for arm in arms}
+        yield {name: one for name, one in found.items() if one is not None}
+    all_arms = {on: over(cells, [((on, arm), REFERENCE) for arm in CORRECTIONS]) for on in RUNGS}
+    yield {f"{on} {ALL}": one for on, one in all_arms.items() if one is not None}
+
+
+ALL = "all four"
 
 
 def mismatch(cells: Mapping[str, Cell], rollout: str) -> float | None:
@@ -118,28 +116,34 @@ def mismatch(cells: Mapping[str, Cell], rollout: str) -> float | None:
 
 def rewards(cells: Mapping[str, Cell]) -> str:
     """Makes the table of rewards after training: a row for each rollout, a column for each arm."""
+    found: dict[str, Estimate] = {}
+    sure: set[str] = set()
+    for family in families(cells):
+        found |= family
+        sure |= behind(family)
+    fell = {f"{on} {arm}": collapsed(runs) for (on, arm), runs in grouped(cells).items()}
+    columns = (*CORRECTIONS, ALL, "recipe")
     rows: list[list[str]] = []
     for rollout in RUNGS:
         size = mismatch(cells, rollout)
         row = [f"`{rollout}`", NOTHING if size is None else f"{size:.1e}"]
-        rows.append([*row, *(_verdict(against(cells, rollout, arm)) for arm in CLIMBERS)])
-    rows.append(
-        ["good enough on", "", *(f"{good(cells, arm)} of {len(RUNGS)}" for arm in CLIMBERS)]
-    )
-    rows.append(["CPU time of a run", "", *(f"{cost(cells, arm)}" for arm in CLIMBERS)])
-    return markdown(["rollout", "mismatch", *(f"`{arm}`" for arm in CLIMBERS)], rows)
+        names = [f"{rollout} {arm}" for arm in columns]
+        rows.append([*row, *(_written(found, sure, fell, name) for name in names)])
+    costs = [NOTHING if arm == ALL else cost(cells, arm) for arm in columns]
+    rows.append(["CPU time of a run", "", *costs])
+    heads = [arm if arm == ALL else f"`{arm}`" for arm in columns]
+    return markdown(["rollout", "mismatch", *heads], rows)
 
 
-def _verdict(found: Difference | None) -> str:
-    if found is None:
+def _written(
+    found: Mapping[str, Estimate], sure: set[str], fell: Mapping[str, int], name: str
+) -> str:
+    if name not in found:
         return NOTHING
-    return str(found) if found.beaten or math.isinf(found.error) else f"**{found}**"
-
-
-def good(cells: Mapping[str, Cell], arm: str) -> int:
-    """Counts the rollouts on which an arm is not beaten by exact rollouts."""
-    found = [against(cells, rollout, arm) for rollout in RUNGS]
-    return sum(one is not None and math.isfinite(one.error) and not one.beaten for one in found)
+    one = found[name]
+    text = f"{one.mean:+.3f}" if one.count == 1 else f"{one.mean:+.3f} ± {one.error:.3f}"
+    bold = f"**{text}**" if name in sure else text
+    return f"{bold}, {fell[name]} fell" if fell.get(name) else bold
 
 
 def cost(cells: Mapping[str, Cell], arm: str) -> str:
@@ -155,7 +159,7 @@ def cost(cells: Mapping[str, Cell], arm: str) -> str:
     return f"{statistics.median(ratios):.2f}" if ratios else NOTHING
 
 
-def num_seeds(cells: Mapping[str, Cell]) -> str:
+def seeds(cells: Mapping[str, Cell]) -> str:
     """Formats the smallest and the largest number of seeds of a cell."""
     found = grouped(cells)
     counts = {len(found.get((rollout, arm), {})) for rollout in RUNGS for arm in CLIMBERS}
@@ -177,66 +181,90 @@ def _start(cells: Mapping[str, Cell], rollout: str) -> str:
     return f"{statistics.mean(run['curves']['reward'][0] for run in runs):.2f}"
 
 
-def _gap(cells: Mapping[str, Cell], rollout: str, arm: str, other: str) -> float:
-    found = against(cells, rollout, arm, (rollout, other))
-    assert found is not None
-    return found.mean
+def _less(arm: str, other: str) -> Callable[[Mapping[str, Cell]], Estimate]:
+    """Makes a comparison of two arms over all rollouts, seed by seed."""
+
+    def compared(cells: Mapping[str, Cell]) -> Estimate:
+        found = over(cells, [((rollout, arm), (rollout, other)) for rollout in RUNGS])
+        assert found is not None
+        return found
+
+    return compared
 
 
-def _beaten(cells: Mapping[str, Cell], rollout: str, arm: str) -> bool:
-    found = against(cells, rollout, arm)
-    assert found is not None
-    return found.beaten
+def _behind(cells: Mapping[str, Cell], arm: str) -> set[str]:
+    """Returns the rollouts on which an arm, or the mean of all, is behind beyond chance."""
+    sure = set().union(*map(behind, families(cells)))
+    return {rollout for rollout in RUNGS if f"{rollout} {arm}" in sure}
+
+
+def _fell(cells: Mapping[str, Cell], rollout: str) -> dict[str, int]:
+    """Counts the collapsed runs of each correction on a rollout."""
+    return {arm: collapsed(grouped(cells)[rollout, arm]) for arm in CORRECTIONS}
+
+
+def _each(cells: Mapping[str, Cell], rollouts: Sequence[str]) -> list[Estimate]:
+    found = [against(cells, rollout, arm) for rollout in rollouts for arm in CORRECTIONS]
+    return [one for one in found if one is not None]
+
+
+def _widest(cells: Mapping[str, Cell]) -> str:
+    deviations = [one.error * one.count**0.5 for one in _each(cells, RUNGS)]
+    return f"{min(deviations):.3f} to {max(deviations):.3f}"
+
+
+def _best_on_old(cells: Mapping[str, Cell]) -> bool:
+    gaps = dict(zip(CORRECTIONS, _each(cells, ("int4_old16",)), strict=True))
+    fell = _fell(cells, "int4_old16")
+    return (
+        max(gaps, key=lambda arm: gaps[arm].mean) == "recomputed"
+        and (fell["centered"], fell["guard"], fell["recomputed"]) == (1, 1, 0)
+        and not any(_behind(cells, arm) & {"int4_old16"} for arm in CORRECTIONS)
+    )
 
 
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "ladder_runs": lambda cells: str(len(cells)),
-    "ladder_seeds": num_seeds,
-    "ladder_spread": lambda cells: f"{spread(cells):.3f}",
+    "ladder_seeds": seeds,
+    "ladder_deviations": _widest,
     "ladder_reference": reference,
     "ladder_rewards": rewards,
     "ladder_bf16_start": lambda cells: _start(cells, "bf16"),
     "ladder_bits2_start": lambda cells: _start(cells, "bits2"),
     "ladder_skip_start": lambda cells: _start(cells, "skip"),
-    "ladder_bits2_gap": lambda cells: f"{_gap(cells, 'bits2', 'recomputed', 'centered'):.3f}",
+    "ladder_less_recomputed": lambda cells: _less("centered", "recomputed")(cells).signed,
+    "ladder_less_guard": lambda cells: _less("centered", "guard")(cells).signed,
 }
 CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "ladder_recipe_fails": lambda cells: all(
         _mean(cells, rollout, "recipe") < (COLLAPSED if rollout in NEW else LEARNED)
         for rollout in (*NEW, *OLD)
     ),
+    "ladder_recipe_is_behind": lambda cells: _behind(cells, "recipe") == {*RUNGS},
     "ladder_corrections_hold": lambda cells: (
-        not any(
-            _beaten(cells, rollout, arm)
-            for rollout in ("bf16", "int8", "int4", "bits3")
-            for arm in CORRECTIONS
-        )
+        all(one.mean > -CLOSE for one in _each(cells, FINE))
+        and not any(sum(_fell(cells, rollout).values()) for rollout in FINE)
+        and not any(_behind(cells, arm) & {*FINE} for arm in (*CORRECTIONS, ALL))
     ),
-    "ladder_reuse_behind": lambda cells: (
-        {arm for arm in CORRECTIONS if _beaten(cells, "reuse", arm)} == {"centered", "recomputed"}
+    "ladder_too_far": lambda cells: _behind(cells, ALL) == {"bits2", "skip"},
+    "ladder_one_cell": lambda cells: (
+        {arm: on for arm in CORRECTIONS if (on := _behind(cells, arm))}
+        == {"centered_recomputed": {"bits2"}}
     ),
-    "ladder_old_weights": lambda cells: (
-        [arm for arm in CORRECTIONS if _beaten(cells, "int4_old8", arm)] == ["recomputed"]
-        and [arm for arm in CORRECTIONS if not _beaten(cells, "int4_old16", arm)] == ["recomputed"]
-    ),
-    "ladder_skip_fails": lambda cells: all(_beaten(cells, "skip", arm) for arm in CORRECTIONS),
+    "ladder_old_weights": _best_on_old,
     "ladder_centered_is_cheap": lambda cells: all(
         float(cost(cells, arm)) >= 0.98 for arm in CORRECTIONS
     ),
-    "ladder_guard_leads": lambda cells: (
-        good(cells, "guard")
-        == good(cells, "recomputed")
-        == good(cells, "centered_recomputed")
-        == good(cells, "centered") + 1
-        and all(
-            float(cost(cells, "guard")) < float(cost(cells, arm))
-            for arm in ("recomputed", "centered_recomputed")
-        )
+    "ladder_no_arm_leads": lambda cells: all(
+        abs(found.mean) < found.half
+        for one in CORRECTIONS
+        for other in CORRECTIONS
+        if one != other
+        for found in [_less(one, other)(cells)]
     ),
-    "ladder_guard_is_older": lambda cells: (
-        _gap(cells, "int4_old16", "centered", "guard") > 0.02
-        and _gap(cells, "int4_old16", "recomputed", "guard") > 0.02
+    "ladder_int8_is_open": lambda cells: (
+        (found := against(cells, "int8", "centered")) is not None
+        and found.mean + found.half < 0
+        and "int8" not in _behind(cells, "centered")
     ),
-    "ladder_centered_in_bf16": lambda cells: not _beaten(cells, "bf16", "centered"),
-    "ladder_bits2_turns": lambda cells: _gap(cells, "bits2", "recomputed", "centered") > 0.02,
 }

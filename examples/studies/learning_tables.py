@@ -47,6 +47,29 @@ class Estimate(NamedTuple):
         mean = f"{self.mean:+.3f}"
         return mean if math.isinf(self.half) else f"{mean} ± {self.half:.3f}"
 
+    @property
+    def error(self) -> float:
+        """Returns the standard error of the mean; infinite for one value."""
+        return self.half / T95[max(self.count, 2) - 2]
+
+    @property
+    def chance(self) -> float:
+        """Returns how often a mean of 0 would be as far off, by Student's t; 1 for one value.
+
+        The finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+        """
+        degrees = self.count - 1
+        if not degrees:
+            return 1.0
+        odd = degrees % 2
+        angle = math.atan2(abs(self.mean), self.error * math.sqrt(degrees))
+        term, total = math.cos(angle) ** odd, 0.0
+        for number in range(degrees // 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (2 * number + 1 + odd) / (2 * number + 2 + odd)
+        within = math.sin(angle) * total
+        return 1 - (2 / math.pi * (angle + within) if odd else within)
+
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Computes the mean and the interval of at most ten values."""
@@ -196,13 +219,6 @@ def less(
 ) -> Callable[[Mapping[str, Cell]], str]:
     """Makes an entry: the reward of a cell less that of another, with sign and interval."""
     return lambda cells: gap(cells, rollout, arm, to).signed
-
-
-def spread(rollout: str, arm: str) -> Callable[[Mapping[str, Cell]], str]:
-    """Makes an entry: the standard deviation of the reward over the runs of a cell."""
-    return lambda cells: (
-        f"{statistics.stdev(run['after'] for run in by_cell(cells)[rollout, arm].values()):.3f}"
-    )
 
 
 def over_runs(rollout: str, arm: str, curve: str, form: str) -> Callable[[Mapping[str, Cell]], str]:

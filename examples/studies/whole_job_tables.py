@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from cells import Cell
-from learning_tables import T95, Estimate, after, by_cell, difference
+from learning_tables import Estimate, after, by_cell, difference
 from tables import markdown
 from whole_job import ARMS, STUDY
 
@@ -34,7 +34,7 @@ def gap(rollout: str, arm: str, to: str, cells: Mapping[str, Cell]) -> Estimate:
 
 def beaten(found: Estimate) -> bool:
     """Tells whether a difference is below 0 by more than `LIMIT` standard errors."""
-    return found.mean < -LIMIT * found.half / T95[found.count - 2]
+    return found.mean < -LIMIT * found.error
 
 
 centered = partial(gap, "bf16", "centered", "plain")

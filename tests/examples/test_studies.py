@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +12,16 @@ import ladder
 import ladder_tables
 import learning
 import learning_tables
+import numpy as np
 import pytest
 import time_to_reward
 import time_to_reward_arms
 import time_to_reward_tables
 import whole_job
 import whole_job_tables
-from cells import Cell, load, make_missing, save
+from cells import RESULTS, Cell, load, make_missing, save
 from learning import Run
+from tables import DOCS
 
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
@@ -113,23 +116,69 @@ def test_differences_pair_the_seeds():
     assert (found.mean, found.count) == (pytest.approx(-0.2), 2)
 
 
-def test_cells_share_one_spread_and_collapsed_ones_are_left_out():
-    cells = named(
-        *(run("fp32", "bypass", seed, 0.6 + 0.1 * seed) for seed in (1, 2)),
-        run("bf16", "centered", 1, 0.71),
-        run("bf16", "centered", 2, 0.79),  # +0.01 and -0.01
-        run("bf16", "recipe", 1, 0.65),
-        run("bf16", "recipe", 2, 0.75),  # -0.05 twice
-        run("skip", "recipe", 1, 0.1),  # collapsed
-        run("skip", "recipe", 2, 0.4),
-    )
-    spread = math.sqrt(2 * 0.01**2 / 2)  # over two cells of one degree of freedom each
-    assert ladder_tables.spread(cells) == pytest.approx(spread)
-    level, beaten = (ladder_tables.against(cells, "bf16", arm) for arm in ("centered", "recipe"))
-    assert level.mean == pytest.approx(0)
-    assert level.error == pytest.approx(spread / math.sqrt(2))
-    assert (level.beaten, beaten.beaten) == (False, True)
-    assert [ladder_tables.good(cells, arm) for arm in ("centered", "recipe")] == [1, 0]
+@pytest.mark.parametrize(
+    ("values", "chance"),
+    [
+        ([0.5, 2.5], 0.374334),  # t = 1.5, 1 degree of freedom: 1 - 2 atan(t) / pi
+        ([0.2, 0.4, 0.6], 0.074180),  # t = sqrt(12), 2 degrees: 1 - t / sqrt(t^2 + 2)
+        ([-0.1, -0.2, -0.3, -0.4], 0.030466),  # t = -3.873, 3 degrees
+    ],
+)
+def test_chance_is_student_s(values: list[float], chance: float) -> None:
+    found = learning_tables.estimate(values)
+    assert found.error == pytest.approx(np.std(values, ddof=1) / math.sqrt(len(values)), rel=1e-3)
+    assert found.chance == pytest.approx(chance, abs=2e-4)
+
+
+@pytest.mark.parametrize("count", range(2, 11))
+def test_a_mean_at_the_border_of_its_interval_is_a_chance_of_a_twentieth(count: int) -> None:
+    half = learning_tables.T95[count - 2]
+    assert learning_tables.Estimate(-half, half, count).chance == pytest.approx(0.05, abs=1e-4)
+
+
+def test_what_is_behind_is_corrected_for_the_number_of_comparisons():
+    """Of chances 0.001, 0.012, 0.03 and 0.04 the first is below 0.05 / 4, the second 0.05 / 3, the
+    third not below 0.05 / 2; the second is above 0.
+    """
+    errors = {"sure": -12.92, "ahead": 5.5, "third": -3.9, "fourth": -3.4}
+    half = learning_tables.T95[2]
+    found = {name: learning_tables.Estimate(t, half, 4) for name, t in errors.items()}
+    assert ladder_tables.behind(found) == {"sure"}
+    found["ahead"] = learning_tables.Estimate(-5.5, half, 4)
+    assert ladder_tables.behind(found) == {"sure", "ahead"}
+    many = found | {f"level {i}": learning_tables.Estimate(0.1, half, 4) for i in range(60)}
+    assert ladder_tables.behind(many) == set()
+
+
+def test_the_page_has_the_errors_and_collapses_of_the_raw_rows():
+    """Every cell of the ladder's table, computed anew from the lines of the file."""
+    rows = [json.loads(line) for line in (RESULTS / "ladder.jsonl").read_text().splitlines()]
+    after = {(row["rollout"], row["arm"], row["seed"]): row["after"] for row in rows}
+    page = (DOCS / "evidence.md").read_text()
+    lines = page.partition("<!--table:ladder_rewards-->\n")[2].partition("\n<!--")[0].splitlines()
+    header, _, *body, _ = [
+        [cell.strip("`") for cell in line.strip("|").split("|")] for line in lines
+    ]
+    assert len(body) == 9
+    seeds = sorted(seed for rollout, arm, seed in after if (rollout, arm) == ("fp32", "bypass"))
+    exact = np.array([after["fp32", "bypass", seed] for seed in seeds])
+    for rollout, _, *cells in body:
+        of_arms = {
+            arm: np.array([after[rollout, arm, seed] for seed in seeds]) - exact
+            for arm in header[2:]
+            if arm != "all four"
+        }
+        four = [of_arms[arm] for arm in of_arms if arm != "recipe"]
+        of_arms["all four"] = np.mean(four, axis=0)
+        for arm, cell in zip(header[2:], cells, strict=True):
+            gaps = of_arms[arm]
+            text = f"{gaps.mean():+.3f} ± {gaps.std(ddof=1) / math.sqrt(len(gaps)):.3f}"
+            fell = sum(
+                row["after"] < row["before"]
+                for row in rows
+                if (row["rollout"], row["arm"]) == (rollout, arm)
+            )
+            assert cell.replace("*", "") == text + (f", {fell} fell" if fell else ""), arm
 
 
 @pytest.mark.parametrize(("behind", "holds"), [(0.019, True), (0.021, False)])
