@@ -12,7 +12,17 @@ TEMPORARY = ".tmp"  # how names of files end that are not complete
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Writes a file such that a crash leaves either the old content or the new one."""
+    """Writes a file such that a crash leaves either the old content or the new one.
+
+    Raises OSError, which names the file, if the disk refuses it.
+    """
+    try:
+        _write_atomic(path, content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_atomic(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     # Somebody else's folder may hold a link of this name to a file of ours.
     temporary.unlink(missing_ok=True)

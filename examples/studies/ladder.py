@@ -1,6 +1,7 @@
 """The ladder: how cheap may a rollout be, and which correction trains as well as exact ones?
 
-    python examples/studies/ladder.py [--seeds 5] [--workers 1] [--results FOLDER] [--quick]
+    python examples/studies/ladder.py [--further] [--seeds 5] [--workers 1] [--results FOLDER]
+        [--quick]
 
 A cell is a rollout (`ROLLOUTS`), each cheaper or worse than the last, with an arm (`ARMS`). All
 have the budget of `BUDGET` and the same seeds. Each run is a process of its own with one thread,
@@ -23,6 +24,18 @@ Dropped when all runs were there: counting rollouts that are good enough. Cells 
 their spread, and one or two of 36 comparisons exceed two errors by chance; ladder_tables.py says
 what counts instead.
 
+--further makes other cells, whose rule was written down before any of them ran:
+
+* `default` (configs/correction/centered.yaml) on bf16, int4 and weights 8 iterations old, ten seeds
+  beside exact rollouts. It is level with them on a rollout if the 95% interval of the difference
+  (Student's t) holds 0 and no run collapses; it is behind if the chance is below 5% after Holm's
+  correction for the three; else that stays open. It stays the default unless it is behind on bf16
+  or int4.
+* `tis` and `mis`, the documents' truncated and masked weights of each step, on int4, three seeds:
+  they help if none of their runs collapses, where the recipe collapses in all.
+* diversity.py measures each of these runs. Cheap rollouts cost diversity if a distance, less that
+  of exact rollouts seed by seed, is below 0 with its whole 95% interval.
+
 The clip is 1e-4 for the recipe, as published; 1e-3 about a recomputed old policy, where no mismatch
 is in the ratio; and auto:16 in bypass mode, as the gradient study recommends.
 """
@@ -33,6 +46,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import diversity
 import learning
 from cells import PLAIN_JOB, RESULTS, make_missing
 from learning import CLIP, RC, Run, measure
@@ -58,9 +72,17 @@ ARMS: Mapping[str, Sequence[str]] = {
     "centered_recomputed": (f"{RC}=disabled", f"{RC}.centered=true", f"{CLIP}=1e-3"),
     "guard": (BYPASS, "actor.diffusion_loss.loss_mode=grpo_guard", FITTING),
     "recipe": (*learning.ARMS["recipe"], f"{CLIP}=1e-4"),
+    "default": (BYPASS, f"{RC}.centered=true", FITTING, *learning.AUTO),
+    "tis": (f"{RC}=slime_tis", f"{CLIP}=1e-4"),
+    "mis": (f"{RC}=slime_mis", f"{CLIP}=1e-4"),
 }
 REFERENCE = ("fp32", "bypass")
-CLIMBERS = tuple(arm for arm in ARMS if arm != "bypass")
+FURTHER = {
+    **dict.fromkeys((REFERENCE, ("bf16", "default"), ("int4", "default")), 10),
+    ("int4_old8", "default"): 10,
+    **dict.fromkeys((("int4", "tis"), ("int4", "mis")), 3),
+}
+CLIMBERS = ("centered", "recomputed", "centered_recomputed", "guard", "recipe")
 RUNGS = tuple(rollout for rollout in ROLLOUTS if rollout != "fp32")
 # The worst rollouts come first: they tell the arms apart.
 CELLS = (REFERENCE, *((rollout, arm) for rollout in reversed(RUNGS) for arm in CLIMBERS))
@@ -101,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--further", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -109,9 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--quick needs a folder of its own: give --results")
     cells, seeds, budget = (QUICK_CELLS, 1, QUICK) if given.quick else (CELLS, given.seeds, BUDGET)
     runs = [Run(*cell, seed) for seed in range(1, seeds + 1) for cell in cells]
+    if given.further:
+        most = range(1, max(FURTHER.values()) + 1)
+        runs = [Run(*cell, seed) for seed in most for cell, last in FURTHER.items() if seed <= last]
 
     def make(run: Run) -> None:
-        measure(run, overrides(run, budget), STUDY, given.results)
+        also = diversity.keep if given.further else None
+        measure(run, overrides(run, budget), STUDY, given.results, also)
 
     make_missing(STUDY, runs, make, workers=given.workers, folder=given.results)
 

@@ -22,7 +22,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,7 +183,13 @@ def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
     return runs
 
 
-def measure(run: Run, settings: Sequence[str], study: str, results: Path) -> None:
+def measure(
+    run: Run,
+    settings: Sequence[str],
+    study: str,
+    results: Path,
+    also: Callable[[str, Path, Path], None] | None = None,
+) -> None:
     """Trains once, keeps the numbers that the study needs, and deletes the run's folder.
 
     Args:
@@ -191,6 +197,7 @@ def measure(run: Run, settings: Sequence[str], study: str, results: Path) -> Non
       settings: the overrides of its command, without its seed and its folder.
       study: the study that it belongs to.
       results: the folder of all studies.
+      also: what else is measured, from the run's name, its folder and `results`.
 
     Raises:
       RuntimeError: the training failed; the message holds its output.
@@ -211,6 +218,8 @@ def measure(run: Run, settings: Sequence[str], study: str, results: Path) -> Non
                 said.seek(0)
                 raise RuntimeError(f"{run.name} failed:\n{said.read()}")
         rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+        if also is not None:
+            also(run.name, root, results)
     save(study, run.name, summary(run, rows, usage), results)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from cells import Cell
 from learning_tables import Estimate, after, by_cell, difference
 from tables import markdown
-from whole_job import ARMS, STUDY
+from whole_job import ARMS, FIRST_SEEDS, STUDY
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
 
@@ -37,6 +37,21 @@ def beaten(found: Estimate) -> bool:
     return found.mean < -LIMIT * found.error
 
 
+def shipped(value: str, cells: Mapping[str, Cell]) -> str:
+    """Formats a number of the job as it is shipped, with its own seed."""
+    return f"{_shipped(cells)[FIRST_SEEDS['shipped']][value]:.3f}"
+
+
+def others(cells: Mapping[str, Cell]) -> str:
+    """Formats the rewards of the shipped job with other seeds."""
+    own = FIRST_SEEDS["shipped"]
+    return ", ".join(f"{run['after']:.3f}" for seed, run in _shipped(cells).items() if seed != own)
+
+
+def _shipped(cells: Mapping[str, Cell]) -> Mapping[int, Cell]:
+    return by_cell(cells, ("shipped",), ("default",))["shipped", "default"]
+
+
 centered = partial(gap, "bf16", "centered", "plain")
 guard = partial(gap, "int4", "guard", "centered")
 
@@ -47,6 +62,11 @@ ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "whole_job_int4": partial(rewards, "int4"),
     "whole_job_guard": lambda cells: guard(cells).signed,
     "whole_job_guard_pairs": lambda cells: str(guard(cells).count),
+    "shipped_before": partial(shipped, "before"),
+    "shipped_after": partial(shipped, "after"),
+    "shipped_exact_before": partial(shipped, "exact_before"),
+    "shipped_exact_after": partial(shipped, "exact_after"),
+    "shipped_others": others,
 }
 CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "whole_job_is_open": lambda cells: abs(centered(cells).mean) < centered(cells).half,

@@ -35,10 +35,11 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
     if arguments.fit is not None and not arguments.fit > 0:
         raise ValueError(f"--fit {arguments.fit:g}: give the GiB of a card, above 0")
-    config = settled(to_config(composed, num_processes=processes), torch.device("cuda"))
+    given = to_config(composed, num_processes=processes)
+    config = settled(given, torch.device("cuda"))
     job = job_of(config, processes, config_folder() / "architectures", nodes=nodes)
     if arguments.fit is None:
-        trained = told(asdict(config), has_mode=not config.knows_no_log_probs())
+        trained = told(asdict(config), asdict(given), has_mode=not config.knows_no_log_probs())
         print(f"{make_plan(job)}\n\ntrains\n{trained}")
         return EXIT_OK
     proposal = Fitter(job).fit(arguments.fit)

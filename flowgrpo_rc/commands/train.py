@@ -26,7 +26,6 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import write_model_card
-from flowgrpo_rc.losses.config import DECOUPLED_CLIP
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
@@ -34,7 +33,7 @@ from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer
-from flowgrpo_rc.report.facts import told
+from flowgrpo_rc.report.facts import ratio, told
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.training.trainer import Trainer
@@ -57,7 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
             "prompts, nothing was loaded"
         )
         has_mode = not found.knows_no_log_probs()
-        print(told(asdict(found), has_mode=has_mode, first_prompt=inputs.first_prompt))
+        trained, given = asdict(found), asdict(config)
+        print(told(trained, given, has_mode=has_mode, first_prompt=inputs.first_prompt))
         return EXIT_OK
     return EXIT_OK if run(config, at_once=True) is None else EXIT_STOPPED
 
@@ -102,8 +102,7 @@ def _attempt(
     with processes.noticing_losses():
         if config.rollout.dtype == AUTO and inputs.resumed is None:
             found = _agreed(found, processes, console)
-        if inputs.resumed is None:
-            _say_settled(config, found, console)
+        _say_ratio(config, found, console)
         if inputs.first_prompt:
             console.message(f"first prompt: {inputs.first_prompt}")
         observers = [partial(_tell, callback, stop) for callback in callbacks]
@@ -125,21 +124,11 @@ def _agreed(config: Config, processes: Processes, console: Console) -> Config:
     return replace(config, rollout=replace(config.rollout, dtype=dtype))
 
 
-def _say_settled(given: Config, found: Config, console: Console) -> None:
-    """Says what the run has in place of a default that it cannot have."""
-    if given.fixed_clip() == DECOUPLED_CLIP:
-        clip_ratio = f"actor.diffusion_loss.clip_ratio={given.actor.diffusion_loss.clip_ratio}"
-        console.message(
-            f"note: {clip_ratio} follows the mismatch of new samples in bypass mode, if the loss "
-            f"says what it clips; this run clips at {found.actor.diffusion_loss.clip_ratio:g}"
-        )
-    correction = found.algorithm.rollout_correction
-    images = found.model.kind != "causal_lm" and not found.knows_no_log_probs()
-    if images and given.algorithm.rollout_correction.centered is None and not correction.centered:
-        console.message(
-            "note: algorithm.rollout_correction.centered=false in this run, because its rollout "
-            "records no means (docs/rollout_correction.md#the-noise-that-was-drawn)"
-        )
+def _say_ratio(given: Config, found: Config, console: Console) -> None:
+    """Says which ratio the run trains, what bounds it, and why."""
+    if not found.knows_no_log_probs():
+        parts = ratio(asdict(found), asdict(given))
+        console.message("; ".join(f"{name.lower()}: {part}" for name, part in parts.items()))
 
 
 def _run(
@@ -177,10 +166,19 @@ def leave_results(config: Config, folder: RunFolder) -> None:
     """Exports the LoRA of the newest checkpoint, or its average if there is one, and the report."""
     newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
     tensors = newest.tensors.get("ema", newest.tensors["lora"])
-    export_lora(tensors, config.model, folder.lora)
-    others = others_in(tensors)
-    write_model_card(folder.lora, folder.root, config, step=newest.step, others=others)
-    write_report(folder.root)
+    try:
+        export_lora(tensors, config.model, folder.lora)
+        others = others_in(tensors)
+        write_model_card(folder.lora, folder.root, config, step=newest.step, others=others)
+        write_report(folder.root)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot write the results of this run ({error.strerror}); its state of step "
+            f"{newest.step} is saved in {folder.checkpoints}, and the same command writes them "
+            "when there is room",
+            error.filename or str(folder.root),
+        ) from error
 
 
 def _train(

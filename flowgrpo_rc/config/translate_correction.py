@@ -37,6 +37,8 @@ _FILE_KEY = "custom_config_path"
 KNOWN_KEYS = (*OWN_KEYS, "preset", *foreign()["verl"], *SLIME_KEYS, _FILE_KEY)
 # A preset is named for these, so that it cannot be refined by others.
 _FIXED_BY_PRESET = ("bypass_mode", "loss_type")
+# What acts in both modes, and leaves the mode as it is; no document has `auto` thresholds.
+_IN_BOTH_MODES = ("rollout_rs", "rollout_token_veto_threshold", "rollout_is")
 # What depends on a switch, and goes with it.
 _DEPENDENTS = {
     "rollout_is": ("rollout_is_mode", "rollout_is_batch_normalize"),
@@ -50,7 +52,7 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
     A later layer overrides an earlier one and refines its slime flags; a layer that names a preset
     replaces all earlier ones. A layer that asks for weights without a word on the mode gets
     decoupled mode, the default of the documents, if an earlier one has a mode in which weights are
-    metrics alone.
+    metrics alone; one that rejects or only measures keeps that mode, with a note.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
@@ -69,11 +71,19 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
         settings = _over(settings, found.values)
         says_mode = "bypass_mode" in found.values or "loss_type" in found.values
         metrics = settings.get("bypass_mode") and settings.get("loss_type") in (None, "ppo_clip")
-        if asking and metrics and not says_mode:
+        if says_mode or not metrics:
+            continue
+        kept = [f"{key}={found.values[key]}" for key in _IN_BOTH_MODES if key in found.values]
+        if asking:
             settings["bypass_mode"] = False
             notes.append(
                 f"{asking} -> bypass_mode=False; in bypass mode with ppo_clip weights would be "
                 "metrics alone (bypass_mode=true, if that is meant)"
+            )
+        elif kept and "auto" not in str(found.values.get("rollout_rs_threshold")):
+            notes.append(
+                f"{kept[0]} -> bypass_mode=True stays, as the configuration has it; without a word "
+                "on the mode the documents mean bypass_mode=false"
             )
     config = RolloutCorrectionConfig(**settings)
     try:

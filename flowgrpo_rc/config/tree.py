@@ -5,7 +5,7 @@ several of them. Defaults live in the dataclasses; `check_settings` checks them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -285,8 +285,13 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise ValueError(f"{path.parent} is not the folder of a run: it has no {path.name}")
     register_asset_resolver()
+    tree = plain_yaml(path)
+    # Every version writes all sections, so a file without one was cut at the end of a line.
+    absent = [section.name for section in fields(Config) if tree.get(section.name) is None]
+    if absent:
+        raise ValueError(f"{path} is damaged: it lacks {', '.join(absent)}")
     try:
-        stored: Any = OmegaConf.to_container(OmegaConf.create(plain_yaml(path)))
+        stored: Any = OmegaConf.to_container(OmegaConf.create(tree))
         for key, value in GONE.items():
             section, _, name = key.rpartition(".")
             place = reduce(lambda tree, part: tree.get(part) or {}, section.split("."), stored)

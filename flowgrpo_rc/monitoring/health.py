@@ -16,7 +16,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.metric_names import other_names
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.monitoring.guards import Guards
-from flowgrpo_rc.monitoring.health_rules import RULES, Setup
+from flowgrpo_rc.monitoring.health_rules import FAULT, RULES, Setup
 from flowgrpo_rc.monitoring.mismatch import advised_clip_ratio
 from flowgrpo_rc.monitoring.pictures import PictureWatch
 
@@ -93,12 +93,12 @@ def _finite(metrics: Metrics, name: str) -> tuple[str, float] | None:
 
 def _findings(metrics: Metrics, setup: Setup) -> Iterator[_Finding]:
     yield _Finding("non_finite", _non_finite(metrics, setup), immediate=True)
-    words = setup.words() | _measured(metrics, setup)
+    words = setup.words() | _measured(metrics, setup) | {"rejects": _rejects(metrics, setup)}
     is_fault = False
     for rule in RULES:
         found = _finite(metrics, rule.metric)
         # What a fault makes the clip do is no noise, and a wider band is not the answer.
-        answered = is_fault and rule.name in ("noise", "clipping")
+        answered = is_fault and rule.name in ("noise", "clipping", "dilution")
         unclear = rule.name == "unquantized" and setup.unquantized is None
         if found is None or answered or unclear:
             continue
@@ -133,6 +133,21 @@ def _measured(metrics: Metrics, setup: Setup) -> dict[str, str]:
         "half": f", and {half.format(over[1])}" if over else "",
         "ways": ", ".join(ways).removeprefix("or "),
     }
+
+
+def _rejects(metrics: Metrics, setup: Setup) -> str:
+    """Returns what it means that a band rejects much, which the size of the mismatch tells."""
+    over, words = _finite(metrics, "mismatch_over_expected"), setup.words()
+    widen = "widen {band}".format(**words)
+    look = "{narrow}, and leave the band as it is: flowgrpo-rc calibrate looks for the cause"
+    if over is None:
+        return (
+            f"the band is tight, or the rollout drifts away; {widen} if mismatch_over_expected is "
+            f"about 1, else {look.format(**words)}"
+        )
+    if over[1] <= FAULT:
+        return f"the mismatch is what the precisions explain, so the band is too tight; {widen}"
+    return f"the rollout drifts away from the training graph; {look.format(**words)}"
 
 
 def _non_finite(metrics: Metrics, setup: Setup) -> str:

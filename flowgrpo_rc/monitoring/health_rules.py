@@ -126,7 +126,7 @@ RULES = (
     ),
     Rule(
         *("drift", "rollout_rs_seq_masked_fraction", -inf, 0.05),
-        "the rollout drifts away from the training graph; {narrow}, or tighten {band}",
+        "{rejects}",
     ),
     Rule(
         *("dilution", "rollout_rs_seq_masked_fraction", -inf, 0.10),

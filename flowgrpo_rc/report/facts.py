@@ -48,19 +48,59 @@ def facts(
     return [line for line in lines if line[2]]
 
 
-def told(config: Mapping[str, Any], *, has_mode: bool, first_prompt: str = "") -> str:
+def told(
+    config: Mapping[str, Any], given: Mapping[str, Any], *, has_mode: bool, first_prompt: str = ""
+) -> str:
     """Returns what a run with these settings would train, a line for each fact.
 
     Args:
-      config: the settings.
+      config: the settings of the run.
+      given: those that it was started with, where it decided something itself.
       has_mode: whether it has log-probs to correct, in bypass or decoupled mode.
       first_prompt: the first prompt of a language model, as tokens.
     """
-    lines = [(name, value) for _, name, value in facts(config, {"first_prompt": first_prompt}, [])]
+    shown = facts(config, {"first_prompt": first_prompt}, [])
+    lines = {name: value for _, name, value in shown}
     if has_mode:
-        bypass = setting(config, "algorithm.rollout_correction.bypass_mode")
-        lines.insert(2, ("Mode", "bypass" if bypass else "decoupled"))
-    return "\n".join(f"  {name:13}  {value}" for name, value in lines)
+        parts = ratio(config, given)
+        first = {name: lines[name] for name in ("Model", "Reward") if name in lines}
+        rest = {name: value for name, value in lines.items() if name not in first | parts}
+        lines = first | parts | rest
+    return "\n".join(f"  {name:13}  {value}" for name, value in lines.items())
+
+
+def ratio(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what the ratio of the loss is and what bounds it, and why, by name; as `told`."""
+    correction, asked = (
+        setting(tree, "algorithm.rollout_correction") or {} for tree in (config, given)
+    )
+    text = setting(config, "model.kind") == "causal_lm"
+    loss = setting(config, f"actor.{'token' if text else 'diffusion'}_loss") or {}
+    bypass = bool(correction.get("bypass_mode"))
+    log_ratio = "centered" if correction.get("centered") else "plain"
+    why = f"centered={asked.get('centered')}".lower()
+    if asked.get("centered") is None:
+        has = "records its means" if correction.get("centered") else "records no means"
+        why = "text has no means" if text else f"its rollout {has}"
+    if bypass and loss.get("loss_mode") == "grpo_guard":
+        log_ratio, why = "centered", "GRPO-Guard's own"
+    anchor = "the rollout's policy" if bypass else "the recomputed old policy"
+    clip = _loss(loss)
+    wanted = setting(given, "actor.diffusion_loss.clip_ratio")
+    if correction.get("loss_type") == "reinforce":
+        clip = "reinforce, no clip"
+    elif not text and wanted != loss.get("clip_ratio"):
+        clip += (
+            f" in place of {wanted}, which follows the mismatch of new samples in bypass mode, if "
+            "the loss says what it clips"
+        )
+    return {
+        "Log-ratio": f"{log_ratio} ({why})",
+        "Mode": f"{'bypass' if bypass else 'decoupled'} (bypass_mode={str(bypass).lower()}), "
+        f"current policy over {anchor}",
+        "Loss and clip": clip,
+        "Rejection": _rejection(correction) or "none",
+    }
 
 
 def _split(value: Any) -> list[str]:
@@ -90,7 +130,10 @@ def _mode(rows: Sequence[Row]) -> str:
 
 
 def _loss(loss: Mapping[str, Any]) -> str:
-    bounds = [loss.get(key) for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")]
+    keys = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+    if loss.get("loss_mode") == "flow_dppo":
+        return f"flow_dppo, KL of a step below {loss.get('kl_threshold')}"
+    bounds = [loss.get(key) for key in keys]
     sizes = dict.fromkeys(str(bound) for bound in bounds if bound is not None)
     clip = " below, ".join(sizes) + (" above" if len(sizes) > 1 else "")
     return ", clip ".join(part for part in (loss.get("loss_mode"), clip) if part)

@@ -80,6 +80,19 @@ def test_a_run_of_an_older_version_goes_on(own: list[str], root: Path) -> None:
     assert stored_config(folder.config) == config
 
 
+def test_a_file_that_was_cut_at_the_end_of_a_line_is_damaged(own: list[str]) -> None:
+    config = config_of(*own)
+    folder = made(config)
+    lines = folder.config.read_text().splitlines(keepends=True)
+    for count in (1, len(lines) // 3, len(lines) // 2, len(lines) - 2, len(lines) - 1):
+        folder.config.write_text("".join(lines[:count]))
+        for reads in (stored_config, lambda path: goes_on(config)):
+            with pytest.raises(ValueError, match=r"config\.yaml is damaged"):
+                reads(folder.config)
+    folder.config.write_text("".join(lines))
+    assert goes_on(config)
+
+
 def test_an_asset_that_this_version_lacks_is_named(own: list[str]) -> None:
     folder = made(config_of(*own))
     folder.config.write_text(folder.config.read_text().replace("tiny_glyph_sd3", "tiny_old"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flowgrpo_rc.config.translate_correction import rollout_correction
 
 SECTION = "algorithm.rollout_correction"
 OTHER = "actor.rollout_correction"
+QWEN = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
 
 
 def composed(*overrides: str, config_name: str = "tiny_ocr") -> RolloutCorrectionConfig:
@@ -94,6 +96,29 @@ def test_a_block_that_asks_for_weights_decides_the_mode(layers: list[dict], bypa
     config, notes = rollout_correction(layers)
     assert config.bypass_mode == bypass
     assert any("weights would be metrics alone" in note for note in notes) != bypass
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "rollout_is: null\nrollout_rs: token\nrollout_rs_threshold: 2.0",
+        "rollout_is: null\nrollout_rs: null",
+        "rollout_token_veto_threshold: 1.0e-4",
+    ],
+    ids=["rejection", "metrics", "veto"],
+)
+def test_a_block_that_leaves_the_mode_says_which_one_it_has(block: str, tmp_path: Path) -> None:
+    """On the bundled image job that is bypass mode; the documents mean decoupled mode."""
+    start = "defaults: [tiny_ocr, _self_]\nalgorithm:\n  rollout_correction:\n"
+    (tmp_path / "own.yaml").write_text(start + textwrap.indent(block, " " * 4))
+    found = compose_all([], config_name="own", config_dir=str(tmp_path))
+    assert found.config.algorithm.rollout_correction.bypass_mode
+    assert [row.here for row in found.rows if "the documents mean" in row.here]
+    decoupled = block + "\nbypass_mode: false"
+    (tmp_path / "own.yaml").write_text(start + textwrap.indent(decoupled, " " * 4))
+    found = compose_all([], config_name="own", config_dir=str(tmp_path))
+    rows = found.rows + compose_all(["+correction=centered", QWEN], config_name=None).rows
+    assert not [row for row in rows if "the documents mean" in row.here]
 
 
 def test_the_mode_that_a_block_decides_is_told(capsys: pytest.CaptureFixture) -> None:

@@ -28,7 +28,8 @@ from flowgrpo_rc.correction.presets import PRESETS
 from flowgrpo_rc.correction.thresholds import CRITERIA, IS_MODES, OLDER_NAMES
 from flowgrpo_rc.correction.weights import IS_LEVELS
 
-PAGE = Path(__file__).parents[2] / "docs" / "rollout_correction_names.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "rollout_correction_names.md"
 SECTION = "algorithm.rollout_correction"
 COUNTS = {
     "Keys": 16,
@@ -36,6 +37,7 @@ COUNTS = {
     "Values": 32,
     "Presets": 28,
     "Functions and classes": 20,
+    "Scripts": 2,
     "Arguments and results": 8,
     "Metrics": 51,
     "slime's metrics": 21,
@@ -120,6 +122,8 @@ def exists(section: str, name: str) -> bool:
         return name in PRESETS
     if section == "Functions and classes":
         return name in flowgrpo_rc.__all__
+    if section == "Scripts":
+        return (ROOT / name).is_file()
     if section == "Arguments and results":
         function = flowgrpo_rc.compute_rollout_correction_and_rejection_mask
         results = function(*[torch.zeros(1, 1)] * 3)._asdict()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import algorithms
+import diversity
 import ladder
 import ladder_tables
 import learning
@@ -65,7 +66,7 @@ def arms() -> dict[str, list[str]]:
     for rollout, arm in each_once((*learning.MATTER, *learning.FURTHER)):
         own = learning.overrides(Run(rollout, arm, seed=1), learning.WHOLE)
         found[f"learning-{rollout}-{arm}"] = own
-    for rollout, arm in each_once(ladder.CELLS):
+    for rollout, arm in each_once((*ladder.CELLS, *ladder.FURTHER)):
         found[f"ladder-{rollout}-{arm}"] = ladder.overrides(Run(rollout, arm, seed=1))
     return found
 
@@ -160,7 +161,7 @@ def test_the_page_has_the_errors_and_collapses_of_the_raw_rows():
         [cell.strip("`") for cell in line.strip("|").split("|")] for line in lines
     ]
     assert len(body) == 9
-    seeds = sorted(seed for rollout, arm, seed in after if (rollout, arm) == ("fp32", "bypass"))
+    seeds = sorted(seed for rollout, arm, seed in after if (rollout, arm) == ("bf16", "recipe"))
     exact = np.array([after["fp32", "bypass", seed] for seed in seeds])
     for rollout, _, *cells in body:
         of_arms = {
@@ -189,6 +190,15 @@ def test_an_arm_is_beaten_beyond_two_standard_errors(behind: float, holds: bool)
     even = [("centered", seed, 0.7 + behind) for seed in (1, 2, 3)]
     cells = named(*(run("int4", *one) for one in (*guard, *even)))
     assert whole_job_tables.CLAIMS["whole_job_guard_holds"](cells) is holds
+
+
+def test_diversity_is_the_mean_over_all_pairs() -> None:
+    pictures = np.zeros((3, 2, 2, 3))
+    pictures[2] = 0.5
+    assert diversity.distances(pictures, ["AB", "AB", "AC"]) == (
+        pytest.approx(1 / 3),  # 0, 0.5 and 0.5
+        pytest.approx(1 / 3),  # 0, 1/2 and 1/2
+    )
 
 
 def curve(arm: str, *rewards: float, seed: int = 1) -> Cell:

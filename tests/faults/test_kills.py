@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from support.faults import EVERY, Trained, at_change, command, die, fault, words_of
@@ -15,7 +16,7 @@ from flowgrpo_rc.commands import train
 CHANGES = 84  # a run of `small` has fewer
 
 
-def refuse() -> None:
+def refuse() -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -48,6 +49,33 @@ def test_a_refusal_at_any_change(
             assert "No space left on device" in ended.output
     command(*words).expect(0)
     assert final_state(tmp_path / "run") == whole.state
+
+
+@fault(
+    "the disk fills up before the results are written",
+    "one line names file and folder, and says that the state is saved",
+)
+@pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "README.md", "report.html"])
+def test_no_room_for_the_results(
+    small: list[str], tmp_path: Path, whole: Trained, name: str
+) -> None:
+    words = words_of(small)
+    run = tmp_path / "run"
+
+    def harm() -> None:
+        replace = Path.replace
+
+        def replaced(self: Path, target: Path) -> Path:
+            return refuse() if target.name == name else replace(self, target)
+
+        Path.replace = replaced  # type: ignore[method-assign]
+
+    ended = command(*words, harm=harm).expect(1, "No space left on device", "is saved")
+    line = ended.output.splitlines()[-1]
+    assert str(run / "checkpoints") in line
+    assert any(str(path / name) in line for path in (run, run / "lora"))
+    command(*words).expect(0)
+    assert final_state(run) == whole.state
 
 
 @fault("the process is killed between the last checkpoint and the export", "the LoRA is the newest")

@@ -33,6 +33,7 @@ from flowgrpo_rc import (
     token_loss,
 )
 from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
+from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.losses.config import AGGREGATIONS
 
 CLIP = Clip(0.15, 0.25, 1.5)
@@ -122,6 +123,21 @@ def test_loss_and_gradient(rule, mode, aggregation, normalize, masking):
     found = found_for(config, batch, drawn()[2])
     assert_same(found, reference(config, rule, masking))
     assert torch.count_nonzero(found[1][~mask_of(masking)]) == 0
+
+
+def test_pure_importance_sampling_sums_over_a_response():
+    """-E[w sum_t log pi(t) A], with one weight w of at most 2 for each response."""
+    config = to_config(compose_config(["+correction=pure_is"], config_name="token_grpo")).loss()
+    batch, mask, now = filled(config, "right"), mask_of("right"), drawn()[2]
+    rollout, advantages = batch.rollout_log_probs, batch.advantages
+    weight_B = (now - rollout).where(mask, 0).sum(1).exp().clamp(max=2)
+
+    def total(log_probs: Tensor) -> Tensor:
+        return -(weight_B * (log_probs * advantages).where(mask, 0).sum(1)).mean()
+
+    found, expected = found_for(config, batch, now)[1], gradient_of(total, now)[1]
+    assert torch.allclose(found, expected, rtol=1e-12)
+    assert weight_B.max() == 2
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,26 @@ def test_rejection_above_ten_percent_also_dilutes() -> None:
     assert len(warned({name: 0.5}, normalize="kept")) == 1
 
 
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("rejected", [0.07, 0.41])
+def test_a_band_is_widened_only_if_the_mismatch_is_as_expected(
+    prefix: str, rejected: float
+) -> None:
+    band = "widen algorithm.rollout_correction.rollout_rs_threshold of seq_mean_k1"
+
+    def advice(**more: float) -> str:
+        found = warned(named(prefix, {"rollout_rs_seq_masked_fraction": rejected} | more))
+        return " ".join(found)
+
+    expected, far = (advice(mismatch_over_expected=over) for over in (1.2, 2.4))
+    assert band in expected
+    assert "calibrate" not in expected
+    assert "widen" not in far
+    assert "rollout.dtype" in far
+    assert f"{band} if mismatch_over_expected is about 1, else raise the precision" in advice()
+    assert "tighten" not in expected + far + advice()
+
+
 def test_slime_names_are_judged_too() -> None:
     assert "mismatch_kl is 0.2" in warned({"rollout_corr/mismatch_kl": 0.2})[0]
 

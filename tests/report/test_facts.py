@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowgrpo_rc.report.facts import facts
+from flowgrpo_rc.report.facts import facts, ratio
 from flowgrpo_rc.report.facts import told as told_before
 
 CONFIG = {
@@ -70,9 +70,60 @@ def test_a_text_run_tells_both_sides_of_its_clip() -> None:
 
 
 def test_before_a_run_its_settings_tell_the_mode() -> None:
-    lines = told_before(CONFIG, has_mode=True).splitlines()
-    assert [line.split() for line in lines[1:3]] == [
-        ["Reward", "ocr", "x", "1,", "clip", "x", "0.5"],
-        ["Mode", "decoupled"],
-    ]
-    assert "  Mode  " not in told_before(CONFIG, has_mode=False)
+    lines = told_before(CONFIG, CONFIG, has_mode=True).splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["Model", "Reward", "Log-ratio"]
+    mode = "decoupled (bypass_mode=false), current policy over the recomputed old policy"
+    assert f"  Mode           {mode}" in lines
+    assert "  Mode  " not in told_before(CONFIG, CONFIG, has_mode=False)
+
+
+NEW = {"bypass_mode": True, "centered": True, "rollout_rs": None, "loss_type": "ppo_clip"}
+FLOW = {"loss_mode": "flow_grpo", "clip_ratio": "auto:16"}
+
+
+def said(
+    correction: dict[str, Any] | None = None,
+    asked: dict[str, Any] | None = None,
+    loss: dict[str, Any] | None = None,
+    **changed: Any,
+) -> dict[str, str]:
+    """Returns what is said of a run, which has `correction` and `loss` where `asked` was given."""
+
+    def tree(own: dict[str, Any], of_loss: dict[str, Any]) -> dict[str, Any]:
+        actor = {"diffusion_loss": of_loss, "token_loss": TOKENS}
+        return {"actor": actor, "algorithm": {"rollout_correction": own}} | changed
+
+    has = NEW | (correction or {})
+    return ratio(tree(has, FLOW | (loss or {})), tree(has | (asked or {}), FLOW))
+
+
+TOKENS = {"loss_mode": "ppo_clip", "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+
+
+def test_what_a_ratio_is_and_why() -> None:
+    assert said(asked={"centered": None}) == {
+        "Log-ratio": "centered (its rollout records its means)",
+        "Mode": "bypass (bypass_mode=true), current policy over the rollout's policy",
+        "Loss and clip": "flow_grpo, clip auto:16",
+        "Rejection": "none",
+    }
+    plain = said({"centered": False}, asked={"centered": None})
+    assert plain["Log-ratio"] == "plain (its rollout records no means)"
+    assert said({"centered": False})["Log-ratio"] == "plain (centered=false)"
+    guard = said({"centered": False}, loss={"loss_mode": "grpo_guard"})
+    assert guard["Log-ratio"] == "centered (GRPO-Guard's own)"
+
+
+def test_a_clip_that_cannot_follow_is_said_with_its_reason() -> None:
+    found = said({"bypass_mode": False}, loss={"clip_ratio": 1e-3})
+    assert found["Mode"].startswith("decoupled (")
+    assert found["Loss and clip"].startswith("flow_grpo, clip 0.001 in place of auto:16, which")
+    dppo = {"loss_mode": "flow_dppo", "kl_threshold": 1e-6, "clip_ratio": "auto:16"}
+    assert said(loss=dppo)["Loss and clip"] == "flow_dppo, KL of a step below 1e-06"
+    assert said({"loss_type": "reinforce"})["Loss and clip"] == "reinforce, no clip"
+
+
+def test_text_has_no_means() -> None:
+    found = said({"centered": False}, asked={"centered": None}, model={"kind": "causal_lm"})
+    assert found["Log-ratio"] == "plain (text has no means)"
+    assert found["Loss and clip"] == "ppo_clip, clip 0.2 below, 0.3 above"

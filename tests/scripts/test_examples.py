@@ -19,8 +19,9 @@ from support.documented import ROOT
 from support.image_rollouts import make_spec, sample_images, trained_lora
 from support.runs import Train, read_rows
 
-from flowgrpo_rc import assets
+from flowgrpo_rc import RolloutCorrectionConfig, assets
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig, load_model
@@ -168,17 +169,48 @@ CAPPED = (
 )
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("ocr_*.sh")), ids=lambda path: path.name)
+def arguments_of(script: Path, folder: Path, *options: str, bundled: str) -> list[str]:
+    """Returns what a script gives to the programs that it calls, which do nothing here."""
+    for name in ("flowgrpo-rc", "accelerate"):
+        command = folder / name
+        command.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > given\n')
+        command.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "BUNDLED": bundled}
+    subprocess.run(["bash", script, *options], cwd=folder, env=environment, check=True)
+    return (folder / "given").read_text().splitlines()
+
+
+OF_DOCUMENTS = {
+    "run_qwen_image_ocr_lora_rollout_corr": {
+        "bypass_mode": True,
+        "centered": False,
+        "rollout_is": "sequence",
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.5_2.0",
+    },
+    "run_with_rollout_corr": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+}
+SCRIPTS = sorted((*EXAMPLES.glob("ocr_*.sh"), *EXAMPLES.glob("*/run_*.sh")))
+
+
+@pytest.mark.parametrize("bundled", ["", "1"])
+@pytest.mark.parametrize("name", OF_DOCUMENTS)
+def test_the_scripts_of_the_documents_have_their_settings(
+    name: str, bundled: str, tmp_path: Path
+) -> None:
+    (script,) = EXAMPLES.glob(f"*/{name}.sh")
+    given = arguments_of(script, tmp_path, bundled=bundled)
+    words = [word for word in given if "=" in word]
+    file = "token_grpo" if "token_grpo" in given else None
+    correction = compose_config(words, config_name=file).algorithm.rollout_correction
+    assert dict(correction) == vars(RolloutCorrectionConfig()) | OF_DOCUMENTS[name]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_the_scripts_for_the_bundled_model_run(script: Path, tmp_path: Path) -> None:
     """They give their arguments to the command, which is run here without an import of its own."""
-    command = tmp_path / "flowgrpo-rc"
-    command.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > given\n')
-    command.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(
-        ["bash", script, *CAPPED], cwd=tmp_path, env=os.environ | {"PATH": path}, check=True
-    )
-    given = Path("given").read_text().splitlines()
+    given = arguments_of(script, tmp_path, *CAPPED, bundled="1")
     assert given[-len(CAPPED) :] == list(CAPPED)
     assert main(given) == 0
     assert len(list(tmp_path.glob("outputs/**/report.html"))) == 1
