@@ -26,7 +26,7 @@ WRONG = [
     ("reward.terms.ocrr.weight=1", ["reward.terms.ocrr", "did you mean 'ocr'"]),
     ("reward.terms.ocr.weigth=1", ["reward.terms.ocr.weigth", "did you mean 'weight'"]),
     ("reward.terms.ocr.treads=1", ["reward.terms.ocr.treads", "did you mean 'threads'"]),
-    ("+correction=nope", ["+correction=nope", "centered, recomputed"]),
+    ("+correction=nope", ["+correction=nope", "centered, pure_is, recomputed"]),
     ("+correction=centred", ["did you mean 'centered'"]),
     ("correction=centered", ["+correction=centered"]),
     ("+experiment=sd3", ["+experiment=sd3", "sd35_medium_ocr_1xh100"]),
