@@ -190,6 +190,12 @@ def test_a_request_whose_client_is_gone_is_not_scored():
     assert reward.scored == ["first", "last"]
 
 
+def test_of_a_chat_the_text_is_sent():
+    chat = Prompt(text="1+1", index=0, messages=({"role": "user", "content": "1+1"},))
+    samples, prompts = decode(json.loads(json.dumps(encode(["2"], [chat]))))
+    assert (samples, prompts) == (["2"], [Prompt(text="1+1", index=0)])
+
+
 def test_samples_prompts_and_their_images_arrive_as_they_were_sent(tmp_path):
     file = base64.b64decode(encode_png(IMAGES[0]))
     (tmp_path / "a.png").write_bytes(file)
