@@ -117,20 +117,6 @@ def test_differences_pair_the_seeds():
     assert (found.mean, found.count) == (pytest.approx(-0.2), 2)
 
 
-@pytest.mark.parametrize(
-    ("values", "chance"),
-    [
-        ([0.5, 2.5], 0.374334),  # t = 1.5, 1 degree of freedom: 1 - 2 atan(t) / pi
-        ([0.2, 0.4, 0.6], 0.074180),  # t = sqrt(12), 2 degrees: 1 - t / sqrt(t^2 + 2)
-        ([-0.1, -0.2, -0.3, -0.4], 0.030466),  # t = -3.873, 3 degrees
-    ],
-)
-def test_chance_is_student_s(values: list[float], chance: float) -> None:
-    found = learning_tables.estimate(values)
-    assert found.error == pytest.approx(np.std(values, ddof=1) / math.sqrt(len(values)), rel=1e-3)
-    assert found.chance == pytest.approx(chance, abs=2e-4)
-
-
 @pytest.mark.parametrize("count", range(2, 11))
 def test_a_mean_at_the_border_of_its_interval_is_a_chance_of_a_twentieth(count: int) -> None:
     half = learning_tables.T95[count - 2]
@@ -153,32 +139,21 @@ def test_what_is_behind_is_corrected_for_the_number_of_comparisons():
 
 def test_the_page_has_the_errors_and_collapses_of_the_raw_rows():
     """Every cell of the ladder's table, computed anew from the lines of the file."""
-    rows = [json.loads(line) for line in (RESULTS / "ladder.jsonl").read_text().splitlines()]
-    after = {(row["rollout"], row["arm"], row["seed"]): row["after"] for row in rows}
+    rows = map(json.loads, (RESULTS / "ladder.jsonl").read_text().splitlines())
+    found = {(row["rollout"], row["arm"], row["seed"]): row for row in rows}
     page = (DOCS / "evidence.md").read_text()
-    lines = page.partition("<!--table:ladder_rewards-->\n")[2].partition("\n<!--")[0].splitlines()
-    header, _, *body, _ = [
-        [cell.strip("`") for cell in line.strip("|").split("|")] for line in lines
-    ]
+    table = page.partition("<!--table:ladder_rewards-->\n")[2].partition("\n|CPU time")[0]
+    header, _, *body = [line.strip("|").replace("`", "").split("|") for line in table.splitlines()]
     assert len(body) == 9
-    seeds = sorted(seed for rollout, arm, seed in after if (rollout, arm) == ("bf16", "recipe"))
-    exact = np.array([after["fp32", "bypass", seed] for seed in seeds])
     for rollout, _, *cells in body:
-        of_arms = {
-            arm: np.array([after[rollout, arm, seed] for seed in seeds]) - exact
-            for arm in header[2:]
-            if arm != "all four"
-        }
-        four = [of_arms[arm] for arm in of_arms if arm != "recipe"]
-        of_arms["all four"] = np.mean(four, axis=0)
-        for arm, cell in zip(header[2:], cells, strict=True):
-            gaps = of_arms[arm]
-            text = f"{gaps.mean():+.3f} ± {gaps.std(ddof=1) / math.sqrt(len(gaps)):.3f}"
-            fell = sum(
-                row["after"] < row["before"]
-                for row in rows
-                if (row["rollout"], row["arm"]) == (rollout, arm)
-            )
+        gaps = {}
+        for arm, cell in zip(header[2:], cells, strict=True):  # "all four" comes after its four
+            runs = [found[rollout, arm, seed] for seed in range(1, 6) if arm != "all four"]
+            exact = [found["fp32", "bypass", seed]["after"] for seed in range(1, 6)]
+            gaps[arm] = [run["after"] - to for run, to in zip(runs, exact, strict=bool(runs))]
+            own = np.array(gaps[arm] or np.mean([gaps[one] for one in header[2:6]], axis=0))
+            text = f"{own.mean():+.3f} ± {own.std(ddof=1) / math.sqrt(5):.3f}"
+            fell = sum(run["after"] < run["before"] for run in runs)
             assert cell.replace("*", "") == text + (f", {fell} fell" if fell else ""), arm
 
 

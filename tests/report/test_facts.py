@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from flowgrpo_rc.report.facts import facts, ratio
 from flowgrpo_rc.report.facts import told as told_before
 
@@ -77,53 +79,36 @@ def test_before_a_run_its_settings_tell_the_mode() -> None:
     assert "  Mode  " not in told_before(CONFIG, CONFIG, has_mode=False)
 
 
-NEW = {"bypass_mode": True, "centered": True, "rollout_rs": None, "loss_type": "ppo_clip"}
-FLOW = {"loss_mode": "flow_grpo", "clip_ratio": "auto:16"}
+DECOUPLED, TEXT = {"bypass_mode": False}, {"centered": False, "kind": "causal_lm"}
+DPPO = {"loss_mode": "flow_dppo", "kl_threshold": 1e-6}
+AUTO = {"centered": None}  # as it is given
 
 
-def said(
-    correction: dict[str, Any] | None = None,
-    asked: dict[str, Any] | None = None,
-    loss: dict[str, Any] | None = None,
-    **changed: Any,
-) -> dict[str, str]:
-    """Returns what is said of a run, which has `correction` and `loss` where `asked` was given."""
+@pytest.mark.parametrize(
+    ("has", "given", "name", "value"),
+    [
+        ({}, AUTO, "Log-ratio", "centered (its rollout records its means)"),
+        ({"centered": False}, AUTO, "Log-ratio", "plain (its rollout records no means)"),
+        ({"centered": False}, {}, "Log-ratio", "plain (centered=false)"),
+        (TEXT, AUTO, "Log-ratio", "plain (text has no means)"),
+        ({"loss_mode": "grpo_guard"}, AUTO, "Log-ratio", "centered (GRPO-Guard's own)"),
+        ({}, {}, "Mode", "bypass (bypass_mode=true), current policy over the rollout's policy"),
+        ({}, {}, "Loss and clip", "flow_grpo, clip auto:16"),
+        (DECOUPLED | {"clip_ratio": 1e-3}, {}, "Loss and clip", "flow_grpo, clip 0.001 in place"),
+        (DPPO, {}, "Loss and clip", "flow_dppo, KL of a step below 1e-06"),
+        ({"loss_type": "reinforce"}, {}, "Loss and clip", "reinforce, no clip"),
+        (TEXT, {}, "Loss and clip", "ppo_clip, clip 0.2 below, 0.3 above"),
+        ({}, {}, "Rejection", "none"),
+    ],
+)
+def test_what_the_ratio_is_and_why(
+    has: dict[str, Any], given: dict[str, Any], name: str, value: str
+) -> None:
+    def tree(changed: dict[str, Any], clip: Any) -> dict[str, Any]:
+        own = {"bypass_mode": True, "centered": True, "loss_mode": "flow_grpo"} | changed
+        tokens = {"loss_mode": "ppo_clip", "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+        actor = {"diffusion_loss": own | {"clip_ratio": clip}, "token_loss": tokens}
+        return {"model": own, "actor": actor, "algorithm": {"rollout_correction": own}}
 
-    def tree(own: dict[str, Any], of_loss: dict[str, Any]) -> dict[str, Any]:
-        actor = {"diffusion_loss": of_loss, "token_loss": TOKENS}
-        return {"actor": actor, "algorithm": {"rollout_correction": own}} | changed
-
-    has = NEW | (correction or {})
-    return ratio(tree(has, FLOW | (loss or {})), tree(has | (asked or {}), FLOW))
-
-
-TOKENS = {"loss_mode": "ppo_clip", "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
-
-
-def test_what_a_ratio_is_and_why() -> None:
-    assert said(asked={"centered": None}) == {
-        "Log-ratio": "centered (its rollout records its means)",
-        "Mode": "bypass (bypass_mode=true), current policy over the rollout's policy",
-        "Loss and clip": "flow_grpo, clip auto:16",
-        "Rejection": "none",
-    }
-    plain = said({"centered": False}, asked={"centered": None})
-    assert plain["Log-ratio"] == "plain (its rollout records no means)"
-    assert said({"centered": False})["Log-ratio"] == "plain (centered=false)"
-    guard = said({"centered": False}, loss={"loss_mode": "grpo_guard"})
-    assert guard["Log-ratio"] == "centered (GRPO-Guard's own)"
-
-
-def test_a_clip_that_cannot_follow_is_said_with_its_reason() -> None:
-    found = said({"bypass_mode": False}, loss={"clip_ratio": 1e-3})
-    assert found["Mode"].startswith("decoupled (")
-    assert found["Loss and clip"].startswith("flow_grpo, clip 0.001 in place of auto:16, which")
-    dppo = {"loss_mode": "flow_dppo", "kl_threshold": 1e-6, "clip_ratio": "auto:16"}
-    assert said(loss=dppo)["Loss and clip"] == "flow_dppo, KL of a step below 1e-06"
-    assert said({"loss_type": "reinforce"})["Loss and clip"] == "reinforce, no clip"
-
-
-def test_text_has_no_means() -> None:
-    found = said({"centered": False}, asked={"centered": None}, model={"kind": "causal_lm"})
-    assert found["Log-ratio"] == "plain (text has no means)"
-    assert found["Loss and clip"] == "ppo_clip, clip 0.2 below, 0.3 above"
+    found = ratio(tree(has, has.get("clip_ratio", "auto:16")), tree(has | given, "auto:16"))
+    assert found[name].startswith(value)
