@@ -7,9 +7,9 @@ of peft, which transformers and vLLM read. `flowgrpo_rc.export` writes them.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.lora_settings import strengths
 from flowgrpo_rc.models.networks import FIRST, transformers
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 
@@ -30,15 +31,6 @@ EXPORT_NAMES = {"diffusion": "pytorch_lora_weights.safetensors", "causal_lm": TE
 # A second transformer has a file of its own, in a folder with the component's name: loaders of
 # diffusers read one transformer from a file, and expect its keys to begin with `transformer.`.
 _PREFIXES = {"diffusion": "transformer.", "causal_lm": "base_model.model."}
-# Settings of peft that change what the tensors mean; nothing here computes with them.
-_UNKNOWN_TO_US = (
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "lora_bias",
-)
 
 
 def export_name(config: ModelConfig, component: str) -> str:
@@ -65,37 +57,52 @@ def load_export(network: nn.Module, config: ModelConfig) -> None:
 
 def _load_file(path: Path, network: nn.Module, config: ModelConfig) -> None:
     """Copies the LoRA of one file into one transformer, or into a language model."""
-    with blaming(f"model.lora_path={config.lora_path}"):
-        stored, described = _read(path)
-        scale = _peft_scale(path) if config.kind == "causal_lm" else _diffusers_scale(described)
-        if not math.isfinite(scale):
-            raise ValueError(f"alpha / rank is {scale}")
-    # Networks scale by alpha / rank of the configuration, so B takes up the difference.
-    factor = scale / (config.lora_alpha / config.lora_rank)
+    given = f"model.lora_path={config.lora_path}"
+    with blaming(given):
+        stored, metadata = _read(path)
+    ranks = {
+        _module(key, config.kind): tensor.shape[0]
+        for key, tensor in stored.items()
+        if ".lora_A." in key
+    }
+    file = CONFIG_NAME if config.kind == "causal_lm" else path.name
+    with blaming(f"{given}: {file}"):
+        described = _described(path) if config.kind == "causal_lm" else _metadata(metadata)
+        # Without settings, diffusers adds the tensors as they are.
+        scales = dict.fromkeys(ranks, 1.0) if described is None else strengths(described, ranks)
     expected = {
         file_key(name, config.kind): p for name, p in network.named_parameters() if p.requires_grad
     }
     if stored.keys() != expected.keys():
         different = sorted(stored.keys() ^ expected.keys())
         raise ValueError(
-            f"model.lora_path={config.lora_path} has other modules than model.target_modules: "
+            f"{given} has other modules than model.target_modules: "
             f"{len(different)} keys differ, the first is {different[0]}"
         )
+    if max(ranks.values()) != config.lora_rank:
+        raise ValueError(
+            f"model.lora_rank={config.lora_rank}: the largest rank in {given} is "
+            f"{max(ranks.values())}, and has to be the same"
+        )
     for key, parameter in expected.items():
-        if stored[key].shape != parameter.shape:
-            raise ValueError(
-                f"model.lora_path={config.lora_path}: {key} is {tuple(stored[key].shape)}, "
-                f"model.lora_rank={config.lora_rank} needs {tuple(parameter.shape)}"
-            )
+        rank, scale = ranks[_module(key, config.kind)], scales[_module(key, config.kind)]
+        # A rank below that of the network leaves the rest as it began: B is 0 there.
+        place = parameter.data[:rank] if ".lora_A." in key else parameter.data[:, :rank]
         value = stored[key].to(parameter.dtype)
-        parameter.data.copy_(value * factor if ".lora_B." in key else value)
+        if value.shape != place.shape:
+            raise ValueError(
+                f"{given}: {key} is {tuple(value.shape)}, the model needs {tuple(place.shape)}"
+            )
+        # Networks scale by alpha / rank of the configuration, so B takes up the difference.
+        factor = scale / (config.lora_alpha / config.lora_rank)
+        place.copy_(value * factor if ".lora_B." in key else value)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+def _read(path: Path) -> tuple[dict[str, Tensor], str | None]:
     """Returns the tensors of a file, which must be finite, and diffusers' description of them."""
     # Also where a network without weights is built, the file's tensors have values.
     with torch.device("cpu"), safe_open(path, framework="pt") as file:
-        described = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}")
+        described = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     for key, tensor in stored.items():
         if not tensor.float().isfinite().all():
@@ -106,6 +113,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], str]:
 def file_key(name: str, kind: str) -> str:
     """Returns the name in the file of a parameter of a transformer or a language model."""
     return f"{_PREFIXES[kind]}{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+def _module(key: str, kind: str) -> str:
+    """Returns the name in the network of the module that a tensor of a file belongs to."""
+    return key.removeprefix(_PREFIXES[kind]).split(".lora_")[0]
 
 
 def peft_files(
@@ -137,23 +149,21 @@ def peft_files(
     }
 
 
-def _diffusers_scale(metadata: str) -> float:
-    """alpha / rank of the file's metadata; 1 without metadata, as diffusers reads such a file."""
-    described = parse_mapping(metadata)
-    if not described:
-        return 1.0
-    return float(described["transformer.lora_alpha"] / described["transformer.r"])
+def _metadata(text: str | None) -> dict[str, Any] | None:
+    """Returns the settings in diffusers' metadata; None for a file without them."""
+    if not text:
+        return None
+    prefix = _PREFIXES["diffusion"]
+    described = parse_mapping(text)
+    others = [name for name in described if not name.startswith(prefix)]
+    if others:
+        raise ValueError(f"it sets {others[0]}; only the LoRA of a transformer can be trained")
+    return {name.removeprefix(prefix): value for name, value in described.items()}
 
 
-def _peft_scale(path: Path) -> float:
-    """alpha / rank of the settings that peft keeps in a file beside the tensors."""
+def _described(path: Path) -> dict[str, Any]:
+    """Returns the settings that peft keeps in a file beside the tensors."""
     file = path.parent / CONFIG_NAME
     if not file.is_file():
         raise ValueError(f"there is no {CONFIG_NAME} beside {path.name}")
-    described = read_mapping(file)
-    unknown = [name for name in _UNKNOWN_TO_US if described.get(name)]
-    if unknown:
-        raise ValueError(
-            f"{CONFIG_NAME} sets {', '.join(unknown)}; only a plain LoRA can be trained further"
-        )
-    return float(described["lora_alpha"] / described["r"])
+    return read_mapping(file)
