@@ -44,13 +44,9 @@ def strengths(described: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[st
     for module, rank in ranks.items():
         stated = _of_module(settings, "r", "rank_pattern", module)
         if stated != rank:
-            raise ValueError(f"r and rank_pattern give {module} rank {stated}; its tensors: {rank}")
+            raise ValueError(f"r and rank_pattern give {module} rank {stated}, its tensors {rank}")
         alpha = _of_module(settings, "lora_alpha", "alpha_pattern", module)
-        if (
-            isinstance(alpha, bool)
-            or not isinstance(alpha, int | float)
-            or not math.isfinite(alpha)
-        ):
+        if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
             raise ValueError(f"lora_alpha and alpha_pattern give {module} alpha / rank {alpha}")
         found[module] = alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
     return found

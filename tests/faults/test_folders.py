@@ -195,7 +195,7 @@ LORAS: dict[str, tuple[Change, str]] = {
     "garbage": (lambda path: path.write_bytes(b"garbage" * 99), "cannot be read"),
     "not finite": (not_finite, "lora_A.weight holds numbers that are not finite"),
     "deep": (described(DEEP), "nested deeper"),
-    "no rank": (described('{"transformer.lora_alpha": 1, "transformer.r": 0}'), "division"),
+    "no rank": (described('{"transformer.lora_alpha": 1, "transformer.r": 0}'), "rank 0"),
 }
 
 

@@ -1,4 +1,4 @@
-"""LoRA files of others mean here what stock diffusers and peft compute with them, or are refused."""
+"""LoRA files of others mean what stock diffusers and peft compute with them, or are refused."""
 
 from __future__ import annotations
 
