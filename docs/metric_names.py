@@ -105,7 +105,7 @@ _UPDATE = _section(
     "Over all mini-batches of a step. Log-probs of images are means over the latent's elements.",
     """
     actor/pg_loss | - | The policy loss.
-    actor/kl_loss | nats | KL to the base model, before its coefficient; with `actor.use_kl_loss`.
+    actor/kl_loss | nats | KL to `actor.kl_reference`, before its coefficient.
     actor/ratio_mean | ratio | Current over old policy, over the steps that are kept.
     actor/ratio_std | ratio | Its standard deviation.
     actor/clip_fraction | fraction | Steps outside the clip band; with `flow_dppo` those that it

@@ -1,15 +1,25 @@
-"""The libraries of models: without the notices and progress bars that would bury a run's lines, and
-without the Python code that a model may bring along.
+"""The libraries of models: without the notices and progress bars that would bury a run's lines,
+without the Python code that a model may bring along, and without random numbers for lost weights.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# Names of files of weights, as they are, in parts, or of a variant such as fp16.
+_WEIGHTS = re.compile(
+    r"(?:diffusion_pytorch_)?model(?:-\d+-of-\d+)?(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors"
+)
+# Constants that older versions of the libraries wrote beside the weights.
+_CONSTANTS = r"position_ids$|inv_freq$|masked_bias$"
 
 
 @contextmanager
@@ -60,3 +70,78 @@ def unasked() -> Iterator[None]:
         yield
     finally:
         sys.stdin = given
+
+
+def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **options: Any) -> Any:
+    """Loads a model of transformers or diffusers from safetensors, with all of its weights.
+
+    Args:
+      cls: the class, which has `from_pretrained`.
+      place: the model's own folder, or a hub id.
+      where: what to blame, such as the setting that names the model.
+      spare: regular expression of tensors that the files may hold besides.
+      options: further arguments of `from_pretrained`.
+
+    Raises:
+      ValueError: weights are missing, unknown or of another shape, or a file holds none; it names
+        tensor and file. transformers alone would fill the gaps with random numbers.
+    """
+    folder = Path(place)
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        with loading(where):
+            model, report = cls.from_pretrained(
+                place,
+                variant=_variant(file.name for file in files),
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # the report has them
+                output_loading_info=True,
+                **options,
+            )
+    # The border to the libraries, which raise what they like.
+    except Exception as error:
+        broken = [file.name for file in files if not _is_whole(file)]
+        if broken:
+            reason = f"{folder.name}/{broken[0]} is no whole file of weights"
+        else:
+            reason = " ".join(str(error).split())
+        raise ValueError(reason if where in reason else f"{where}: {reason}") from error
+    file = f"{folder.name}/{files[0].name}" if len(files) == 1 else f"the files of {place}"
+    kind = type(model).__name__
+    unknown = [key for key in report["unexpected_keys"] if not re.search(spare, key)]
+    unknown = [key for key in unknown if not re.search(_CONSTANTS, key)]
+    shapes = {key: (list(found), list(own)) for key, found, own in report["mismatched_keys"]}
+    missing = set(report["missing_keys"]) - shapes.keys()
+    if missing:
+        raise ValueError(f"{where}: {file} lacks {_first(missing)}, which a {kind} needs")
+    if shapes:
+        name, (found, own) = min(shapes.items())
+        raise ValueError(f"{where}: {name} is {found} in {file}, and has to be {own} in a {kind}")
+    if unknown:
+        raise ValueError(f"{where}: {file} holds {_first(unknown)}, which no {kind} has")
+    return model
+
+
+def _first(names: Collection[str]) -> str:
+    first, others = sorted(names)[:2], len(names) - 2
+    return ", ".join(first) + (f" and {others} more" if others > 0 else "")
+
+
+def _variant(names: Iterable[str]) -> str | None:
+    """Returns the variant whose weights alone are there, such as fp16; None for plain ones."""
+    found = {match[1] for name in names if (match := _WEIGHTS.fullmatch(name))}
+    if None in found or not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(f"it has weights of the variants {', '.join(sorted(found))}: keep one")
+    return found.pop()
+
+
+def _is_whole(file: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False

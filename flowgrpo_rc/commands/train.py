@@ -214,6 +214,15 @@ def notes(config: Config) -> Iterator[str]:
             "importance weights only add metrics in bypass mode with ppo_clip, whose ratio is the "
             "weight"
         )
+    if config.actor.use_kl_loss and config.model.lora_path is not None:
+        pulls = {
+            "base": "base model, away from that LoRA (actor.kl_reference=start: to it)",
+            "start": "LoRA as it was",
+        }
+        yield (
+            f"the run starts from the LoRA of model.lora_path={config.model.lora_path}, and its KL "
+            f"penalty pulls to the {pulls[config.actor.kl_reference]}"
+        )
     why = config.why_recompute()
     if why is not None:
         yield f"old log-probs are recomputed, one forward for each trained step: {why}"

@@ -239,6 +239,12 @@ def _check_correction(config: Config) -> None:
             (correction.log_prob_scale == "sum", f"{KEY}.log_prob_scale=sum"),
             about="rollout.algo.log_prob_convention=peers is no density: set gaussian, or drop ",
         )
+    if actor.kl_reference == "start":
+        refuse(
+            (not actor.use_kl_loss, "set actor.use_kl_loss=true"),
+            (config.model.lora_path is None, "give model.lora_path; a new LoRA starts at the base"),
+            about="actor.kl_reference=start has no effect here: drop it, or ",
+        )
     if actor.use_kl_loss and correction.bypass_mode and correction.rollout_is_batch_normalize:
         raise ValueError(
             f"actor.use_kl_loss=true and {KEY}.rollout_is_batch_normalize=true: in bypass mode the "

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import transformers
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of
+from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of, component_class
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import read_index
 from flowgrpo_rc.reading import blaming, read_mapping
@@ -84,15 +83,7 @@ def _component(config: ModelConfig, name: str, library: str | None, class_name: 
     """A scheduler, or a model in the precision that `load_model` gives it; None for all others."""
     if library is None or class_name is None:
         return None
-    try:
-        cls = getattr(import_module(library), class_name)
-    except AttributeError as error:
-        raise ValueError(
-            f"model.path={config.path}: its {name} is a {class_name}, which this installation's "
-            f"{library} does not have"
-        ) from error
-    if not isinstance(cls, type):
-        raise ValueError(f"model.path={config.path}: its {name} is {class_name}, which is no class")
+    cls = component_class(config, name, library, class_name)
     with blaming(f"model.path={config.path}: the settings of its {name}"):
         return _built(config, name, cls)
 

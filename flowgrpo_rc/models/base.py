@@ -14,24 +14,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import diffusers
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
-from flowgrpo_rc.libraries import loading, unasked
-from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.index import ABSENT, absent_components, read_index
+from flowgrpo_rc.libraries import load_weights, loading, unasked
+from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
+from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
 from flowgrpo_rc.plugins import concrete_subclasses, load_class
+from flowgrpo_rc.reading import blaming
 
 # A prompt's text and its images.
 Edit = tuple[str, tuple[str | bytes, ...]]
@@ -82,6 +86,8 @@ class FlowModel(ABC):
       thinking: the text encoder gets a prompt in its chat template, with this enable_thinking;
         None: it gets the text alone.
       masks_text: whether tokens of text have a mask, so that prompts may have several lengths.
+      takes_flow_solvers: whether the stock pipeline, besides Euler's scheduler, takes solvers that
+        walk the sigmas of a flow (use_flow_sigmas).
       unsupported_components: name in model_index.json -> why a checkpoint that has this component
         cannot be trained.
 
@@ -107,6 +113,7 @@ class FlowModel(ABC):
     text_width_key: ClassVar[str] = "joint_attention_dim"
     thinking: ClassVar[bool | None] = None
     masks_text: ClassVar[bool] = False
+    takes_flow_solvers: ClassVar[bool] = False
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -264,6 +271,30 @@ class FlowModel(ABC):
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns the sigmas and timesteps of the stock pipeline, bit for bit, on the device."""
 
+    def check_scheduler(self, spec: SamplerSpec) -> None:
+        """Raises ValueError unless the sigmas are those of a flow, falling from at most 1 to 0."""
+        scheduler = self.pipeline.scheduler
+        named = f"model.path: its scheduler, {type(scheduler).__name__},"
+        known = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+        known |= self.takes_flow_solvers and bool(scheduler.config.get("use_flow_sigmas"))
+        if not known:
+            others = ", or a solver with use_flow_sigmas" if self.takes_flow_solvers else ""
+            raise ValueError(
+                f"{named} does not walk the sigmas of a flow as a {self.pipeline_class} needs: "
+                f"it takes FlowMatchEulerDiscreteScheduler{others}"
+            )
+        # A model without weights is on the meta device, where sigmas have no values.
+        here = copy.copy(self)
+        here.device = torch.device("cpu")
+        with blaming(named):
+            sigmas = here.schedule(spec).sigmas
+        if not (sigmas[0] <= 1 + 1e-6 and sigmas[-1] == 0 and (sigmas.diff() < 0).all()):
+            raise ValueError(
+                f"{named} walks the sigmas {', '.join(f'{value:.4g}' for value in sigmas[:4])} to "
+                f"{sigmas[-1]:.4g}, and those of a flow fall from at most 1 to 0: correct "
+                "invert_sigmas, final_sigmas_type or shift in its scheduler_config.json"
+            )
+
     def velocity(
         self,
         transformer: Any,
@@ -348,19 +379,13 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
 def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
     """Loads a pipeline through diffusers and wraps it in its adapter, without LoRA."""
     adapter = adapter_of(config)
-    # A component that the index marks as absent has to be passed as None, or diffusers refuses to
-    # load the pipeline without it.
-    absent = dict.fromkeys(absent_components(config))
-    # The VAE stays fp32, since SD3's overflows in half precision.
-    dtypes = {"default": DTYPES[config.dtype], "vae": torch.float32}
     with loading(f"model.path={config.path}"), unasked():
-        pipeline = DiffusionPipeline.from_pretrained(
-            config.location(),
-            dtype=dtypes,
-            use_safetensors=True,
-            trust_remote_code=False,
-            **absent,
-        )
+        folder = config.location()
+        if not Path(folder).is_dir():
+            folder = DiffusionPipeline.download(
+                folder, use_safetensors=True, trust_remote_code=False
+            )
+        pipeline = _load_pipeline(config, getattr(diffusers, adapter.pipeline_class), Path(folder))
     pipeline.set_progress_bar_config(disable=True)
     return adapter(
         pipeline,
@@ -368,6 +393,38 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
         offload_idle=config.offload_idle,
         decode_batch_size=config.decode_batch_size,
     )
+
+
+def component_class(config: ModelConfig, name: str, library: str, class_name: str) -> type[Any]:
+    """Returns the class of a component by what model_index.json says; ValueError if it is none."""
+    found = getattr(import_module(library), class_name, None)
+    if not isinstance(found, type):
+        raise ValueError(
+            f"model.path={config.path}: its {name} is {class_name}, and this installation's "
+            f"{library} has no class of this name"
+        )
+    return found
+
+
+def _load_pipeline(config: ModelConfig, pipeline_class: Any, folder: Path) -> Any:
+    """Builds a pipeline of its components as diffusers does, but checks their weights."""
+    given = f"model.path={config.path}"
+    parts: dict[str, Any] = {}
+    for name, value in read_index(config).items():
+        if name.startswith("_") or name not in signature(pipeline_class).parameters:
+            continue
+        parts[name] = None if value == ABSENT else value
+        if value == ABSENT or not isinstance(value, list):
+            continue
+        cls, place = component_class(config, name, *value), str(folder / name)
+        if issubclass(cls, ModelMixin | PreTrainedModel):
+            # The VAE stays fp32, since SD3's overflows in half precision.
+            dtype = torch.float32 if name == "vae" else DTYPES[config.dtype]
+            parts[name] = load_weights(cls, place, given, dtype=dtype)
+        else:
+            parts[name] = cls.from_pretrained(place)
+    with blaming(f"{given}: {INDEX_FILES['diffusion']}"):
+        return pipeline_class(**parts)
 
 
 def adapters_by_pipeline() -> dict[str, type[FlowModel]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flowgrpo_rc.batch import Said
-from flowgrpo_rc.libraries import loading
+from flowgrpo_rc.libraries import load_weights, loading
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import model_file
@@ -205,10 +205,11 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     from transformers import AutoModelForCausalLM
 
     with _reading(config):
-        network = AutoModelForCausalLM.from_pretrained(
+        network = load_weights(
+            AutoModelForCausalLM,
             config.location(),
+            f"model.path={config.path}",
             dtype=DTYPES[config.dtype],
-            use_safetensors=True,
             trust_remote_code=False,
         )
     return CausalLM(network, load_tokenizer(config), device, config.chat_template_kwargs)
@@ -233,19 +234,15 @@ def gradient_checkpointing(network: Any) -> Iterator[None]:
     layers = [
         module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
-    # transformers checkpoints a layer in training mode only, and a network in training mode
-    # generates without a cache. So only the layers themselves are in that mode, and only in here.
-    # The modules inside of them are not: dropout stays off.
+    # transformers checkpoints a layer in training mode only, in which its own code may drop out. So
+    # the forward is replaced, and the mode stays as it is.
     for layer in layers:
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.gradient_checkpointing = True
-        layer.training = True
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     try:
         yield
     finally:
         for layer in layers:
-            layer.gradient_checkpointing = False
-            layer.training = False
+            del layer.forward
 
 
 def _eos_ids(*given: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
@@ -70,16 +69,6 @@ def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) 
                 f"rollout.pipeline.{name}={size}: this model makes multiples of {multiple}{limit} "
                 "pixels"
             )
-
-
-def check_flow(scheduler: Any) -> None:
-    """Raises ValueError unless a scheduler, of whatever solver, walks the sigmas of a flow."""
-    is_flow = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-    if not is_flow and not scheduler.config.get("use_flow_sigmas"):
-        raise ValueError(
-            f"model.path: its scheduler, {type(scheduler).__name__}, does not walk the sigmas of a "
-            "flow (use_flow_sigmas)"
-        )
 
 
 def dynamic_shift(scheduler: Any, num_tokens: int) -> float:

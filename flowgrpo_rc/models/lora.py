@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.models.base import DTYPES, TrainableModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora_files import ADAPTER, load_export
 from flowgrpo_rc.models.networks import transformers
+
+# GPT-2 has Conv1D in place of a linear layer.
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 
 
 def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
@@ -30,14 +35,8 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     network = model.network
     targets = list(config.target_modules or model.default_target_modules)
     parts = transformers(network).values()
-    names = [name for name, _ in network.named_modules()]
-    missing = [
-        target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)
-    ]
-    if missing:
-        raise ValueError(
-            f"model.target_modules: the network has no module that ends in {', '.join(missing)}"
-        )
+    for target in targets:
+        _check_target(network, target)
     # peft draws from the global generator, whose state has to be the same after this block.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
@@ -59,6 +58,29 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     if config.lora_path is not None:
         load_export(network, config)
     return network
+
+
+def _check_target(network: nn.Module, target: str) -> None:
+    """Raises ValueError unless a target names linear layers alone; it names the nearest ones."""
+    modules = dict(network.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, _LINEAR)]
+    named = [name for name in modules if f".{name}".endswith(f".{target}")]
+    others = {type(modules[name]).__name__ for name in named if name not in linear}
+    if named and not others:
+        return
+    what = f"{target} is a {', '.join(sorted(others))}, and a LoRA goes on linear layers"
+    if not named:
+        what = f"the network has no module that ends in {target}"
+    inside = {
+        target + name.removeprefix(owner)
+        for owner in named
+        for name in linear
+        if name.startswith(f"{owner}.")
+    }
+    endings = {".".join(name.split(".")[-length:]) for name in linear for length in (1, 2)}
+    words = [ending for ending in sorted(endings) if not ending[0].isdigit()]
+    near = sorted(inside) or get_close_matches(target, words, n=4, cutoff=0.4) or words[:4]
+    raise ValueError(f"model.target_modules: {what}; near to it are {', '.join(near)}")
 
 
 def lora_parameters(network: nn.Module) -> dict[str, nn.Parameter]:

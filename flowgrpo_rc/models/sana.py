@@ -17,7 +17,6 @@ from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.models.layout import (
     SELF_AND_CROSS_ATTENTION,
-    check_flow,
     check_size,
     decode_picture,
     run_transformer,
@@ -45,14 +44,14 @@ class Sana(FlowModel):
     text_width_key = "caption_channels"
     masks_text = True
     guides_in_one_batch = True
+    takes_flow_solvers = True
     default_target_modules = SELF_AND_CROSS_ATTENTION
 
     def check(self, spec: SamplerSpec, key: str) -> None:
-        """Refuses sizes that do not fill patches, and schedulers that are not made for flows."""
+        """Refuses sizes that do not fill patches."""
         pipeline = self.pipeline
         side = self.transformer.config.patch_size * pipeline.vae_scale_factor
         check_size(spec, multiple=math.lcm(32, side))
-        check_flow(pipeline.scheduler)
 
     def templated(self, tokenizer: Any, text: str) -> str:
         """Returns a prompt behind what Gemma is told before each."""

@@ -16,7 +16,6 @@ from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.models.layout import (
     SELF_AND_CROSS_ATTENTION,
-    check_flow,
     check_size,
     run_transformer,
     unscaled,
@@ -31,6 +30,7 @@ class Wan(FlowModel):
     """
 
     pipeline_class = "WanPipeline"
+    takes_flow_solvers = True
     makes = "video"
     text_width_key = "text_dim"
     default_target_modules = SELF_AND_CROSS_ATTENTION
@@ -39,7 +39,7 @@ class Wan(FlowModel):
     }
 
     def check(self, spec: SamplerSpec, key: str) -> None:
-        """Refuses sizes and frames that do not fill patches, and schedulers not made for flows."""
+        """Refuses sizes and frames that do not fill patches."""
         pipeline = self.pipeline
         _, rows, columns = self.transformer.config.patch_size
         assert rows == columns, "Wan's patches are square"
@@ -51,7 +51,6 @@ class Wan(FlowModel):
                 f"{pipeline.vae_scale_factor_temporal} and 1 more: 1, "
                 f"{1 + pipeline.vae_scale_factor_temporal}, ..."
             )
-        check_flow(pipeline.scheduler)
         self._check_boundary()
 
     def _check_boundary(self) -> None:

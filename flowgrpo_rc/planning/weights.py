@@ -123,6 +123,8 @@ def memory(job: Job) -> list[Row]:
     ]
     if config.actor.ema.enable:
         rows.append(("average", 4 * trained, _OF_LORA))
+    if config.actor.kl_reference == "start":
+        rows.append(("reference", 4 * trained, _OF_LORA))
     if config.rollout.workers:
         name, copy, _ = _copy_that_samples(job, "ddp")
         worker = sum(job.parts.values()) + 4 * trained + copy

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.rewards.backbones.checkpoint import linear_layers
 from flowgrpo_rc.rewards.backbones.clip import ClipReward
 from flowgrpo_rc.rewards.base import Scores
@@ -58,9 +59,12 @@ class Aesthetic(ClipReward):
 
     @cached_property
     def _head(self) -> nn.Sequential:
-        if self._file.suffix == ".safetensors":
-            return linear_head(load_file(self._file))
-        return linear_head(torch.load(self._file, map_location="cpu", weights_only=True))
+        with blaming(f"head={str(self._file)!r}"):
+            if self._file.suffix == ".safetensors":
+                stored = load_file(self._file)
+            else:
+                stored = torch.load(self._file, map_location="cpu", weights_only=True)
+            return linear_head(stored)
 
 
 def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:

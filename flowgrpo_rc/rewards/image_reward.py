@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.rewards.aesthetic import linear_head
 from flowgrpo_rc.rewards.backbones.checkpoint import (
     DTYPES,
     check_loading,
+    check_state,
     converted_folder,
     load_tokenizer,
     resolve_device,
@@ -94,7 +96,8 @@ class ImageReward(Reward):
         from transformers import BlipConfig, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
 
         config = BlipConfig.from_pretrained(self._folder)
-        tensors = load_file(self._folder / "model.safetensors")
+        with blaming(f"path={self.path!r}: model.safetensors"):
+            tensors = load_file(self._folder / "model.safetensors")
         vision = BlipVisionModel(config.vision_config)
         text = BlipTextModel(config.text_config, add_pooling_layer=False)
         side = config.vision_config.image_size
@@ -109,7 +112,10 @@ class ImageReward(Reward):
 
     def _filled(self, module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> nn.Module:
         own = {name: value for name, value in tensors.items() if name.startswith(prefix)}
-        module.load_state_dict({name.removeprefix(prefix): own[name] for name in own})
+        stored = {name.removeprefix(prefix): value for name, value in own.items()}
+        with blaming(f"path={self.path!r}: model.safetensors"):
+            check_state(module, stored)
+        module.load_state_dict(stored)
         return (
             module.to(resolve_device(self.device), DTYPES[self.dtype]).requires_grad_(False).eval()
         )

@@ -13,6 +13,7 @@ from flowgrpo_rc.plugins import check_choice, check_least, install_hint
 
 OLD_LOG_PROBS = ("auto", "recompute")
 REPLAYS = ("any", "aligned")
+KL_REFERENCES = ("base", "start")
 OPTIMIZERS = ("adamw", "adamw_8bit")
 # Settings of the update that are 1 or more, or null where the docstring says what null means.
 COUNTS = (
@@ -116,8 +117,10 @@ class ActorConfig:
     steps_per_forward: SDE steps of a sample per forward and backward of the update; null: all of
         its window. More is faster where memory allows; changes no result.
     ppo_epochs: passes over a step's samples.
-    use_kl_loss: add the KL to the base model (the adapter switched off) to the loss.
+    use_kl_loss: add the KL to a reference to the loss.
     kl_loss_coef: what that KL is multiplied by.
+    kl_reference: `base` is the base model (the adapter switched off), `start` the LoRA of
+        model.lora_path as it was.
     old_log_probs: in decoupled mode, `auto` takes the first mini-batch's own forwards for its old
         policy, where its correction allows that; `recompute` never does.
     replay: `aligned` insists that a micro-batch is what the rollout evaluated together, so that
@@ -132,6 +135,7 @@ class ActorConfig:
     ppo_epochs: int = 1
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.04
+    kl_reference: str = "base"
     old_log_probs: str = "auto"
     replay: str = "any"
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
@@ -148,6 +152,7 @@ class ActorConfig:
                 f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more "
                 "than 0"
             )
+        check_choice("actor.kl_reference", self.kl_reference, KL_REFERENCES)
         check_choice("actor.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
         check_choice("actor.replay", self.replay, REPLAYS)
         self.diffusion_loss.validate()

@@ -134,6 +134,8 @@ class Trainer:
     def _update(self, batch: Batch) -> None:
         try:
             metrics = self.update.run(batch, self.mini_batch_size)
+            if self._step == self.config.total_training_steps:
+                self.update.check_trained()
         except FloatingPointError as error:
             left = self.update.tensors()
             raise self.journal.explained(self._step, error, batch, left) from error

@@ -18,7 +18,7 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import denominator
-from flowgrpo_rc.models.lora import lora_parameters, reference_policy
+from flowgrpo_rc.models.lora import lora_parameters, other_weights, reference_policy
 from flowgrpo_rc.records.checkpoint import check_tensors, not_finite
 from flowgrpo_rc.records.optimizer_state import (
     load_optimizer,
@@ -61,6 +61,10 @@ class PolicyUpdate:
         self.parameters = list(self._named.values())
         self._optimizer = make_optimizer(self.parameters, config.optim)
         self._schedule = make_schedule(self._optimizer, config.optim, total_updates)
+        # Before a checkpoint is loaded, so a resumed run has the same.
+        self._start: dict[str, Tensor] | None = None
+        if config.kl_reference == "start":
+            self._start = {name: tensor.clone() for name, tensor in self.lora_state().items()}
         self.ema: EMAModel | None = None
         if config.ema.enable:
             self.ema = EMAModel(self.parameters, decay=config.ema.decay)
@@ -112,10 +116,13 @@ class PolicyUpdate:
             gradients[0].add_(0 * total.detach())
 
     def _penalty(self, forward: Forward, metrics: MetricBag) -> Tensor:
-        """Returns kl_loss_coef times the KL to the base model; steps count with their share."""
+        """Returns kl_loss_coef times the KL to the reference; steps count with their share."""
         policy = self._algorithm.policy
+        as_reference = reference_policy(policy.network)
+        if self._start is not None:
+            as_reference = other_weights(self._named, self._start)
         counted = forward.share > 0
-        with torch.no_grad(), reference_policy(policy.network):
+        with torch.no_grad(), as_reference:
             reference = policy.evaluate(forward.piece)
         divergence = policy.divergence(forward.now, reference, forward.piece)
         # A select: a rejected step may have a divergence that is not finite.
@@ -152,6 +159,14 @@ class PolicyUpdate:
             raise NonFiniteGradient(
                 f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; "
                 "lower actor.optim.lr"
+            )
+
+    def check_trained(self) -> None:
+        """Raises NonFiniteGradient if every update so far was skipped, so that nothing learned."""
+        if self._nonfinite_updates and not self._updates:
+            raise NonFiniteGradient(
+                f"every update of the run ({self._nonfinite_updates}) was skipped, since its "
+                "gradient was not finite, so there is no trained LoRA"
             )
 
     @contextmanager

@@ -63,7 +63,7 @@ def test_wrong_settings(
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(base.DiffusionPipeline, "from_pretrained", fail)
+    monkeypatch.setattr(base, "load_weights", fail)
     assert train(*settings.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")

@@ -138,7 +138,13 @@ IMAGES = [
     ("rollout.val_kwargs.true_cfg_scale=4", "rollout.val_kwargs.true_cfg_scale=4"),
     ("rollout.pipeline.max_sequence_length=513", "0 to 512"),
     ("rollout.pipeline.height=33", "rollout.pipeline.height=33"),
-    ("model.target_modules=[to_nothing]", "to_nothing"),
+    ("model.target_modules=[to_nothing]", "ends in to_nothing; near to it are to_"),
+    ("model.target_modules=[to_q,attn]", "attn is a Attention, and a LoRA goes on linear layers"),
+    ("model.target_modules=[attn]", "near to it are attn.add_k_proj, attn.add_q_proj"),
+    ("model.target_modules=[norm]", "norm is a "),
+    ("actor.kl_reference=start", "actor.use_kl_loss=true"),
+    ("actor.kl_reference=start actor.use_kl_loss=true", "model.lora_path"),
+    ("actor.kl_reference=begin", "base, start"),
     ("model.path={flux} rollout.pipeline.height=20", "multiples of 8"),
     ("model.path={sana} rollout.name=vllm_omni", "model.path is a SanaPipeline"),
     ("model.path={schnell} rollout.val_kwargs.guidance_scale=2", "guidance_scale=2.0"),
@@ -182,7 +188,7 @@ def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(base.DiffusionPipeline, "from_pretrained", fail)
+    monkeypatch.setattr(base, "load_weights", fail)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
 
 

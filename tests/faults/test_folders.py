@@ -156,7 +156,7 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "a string": (INDEX, entry(vae="os"), "its vae is os"),
     "a mapping": (INDEX, entry(vae={"a": 1}), "its vae is"),
     "no library": (INDEX, entry(vae=[None, "X"]), "its vae is"),
-    "a function": (INDEX, entry(vae=["transformers", "pipeline"]), "which is no class"),
+    "a function": (INDEX, entry(vae=["transformers", "pipeline"]), "and this installation"),
     "a list": (INDEX, text("[]"), INDEX),
     "deep": (INDEX, text(DEEP), INDEX),
     "patches": ("transformer/config.json", entry(patch_size=0), "its transformer"),

@@ -143,6 +143,17 @@ def test_all_updates(small: list[str], tmp_path: Path, site: str) -> None:
     assert (tmp_path / "run" / "debug").is_dir()
 
 
+@fault("that happens in every update of a short run", "it fails in words, and leaves no LoRA")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_all_updates_of_a_short_run(small: list[str], tmp_path: Path, steps: int) -> None:
+    words = words_of(small, f"trainer.total_training_steps={steps}", "actor.ema.enable=false")
+    harm = nth_call(PolicyUpdate, "_divide_gradients", -1, spoil_gradient)
+    told = f"step {steps}: every update of the run ({2 * steps}) was skipped"
+    for _ in range(2):  # nor does the same command find a run that is finished
+        command(*words, harm=harm).expect(1, told)
+    assert not (tmp_path / "run" / "lora").exists()
+
+
 @fault("the engine records log-probs that are not finite", "nothing is trained on them; no NaN")
 @pytest.mark.parametrize(
     ("count", "value", "bypass"),

@@ -66,7 +66,7 @@ def test_a_setting_without_effect_or_meaning_is_refused_before_loading(
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(base.DiffusionPipeline, "from_pretrained", fail)
+    monkeypatch.setattr(base, "load_weights", fail)
     assert train(f"model.path={folder}", *given) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

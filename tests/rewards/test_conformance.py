@@ -298,7 +298,9 @@ def test_a_checkpoint_of_another_model_is_refused(options, tmp_path: Path):
     text = {name: one for name, one in load_file(file).items() if not name.startswith("vision")}
     save_file(text, file, metadata={"format": "pt"})
     reward = make("clip", options, path=str(folder))
-    with pytest.raises(ValueError, match=r"is no CLIPModel: it lacks vision_model\."):
+    with pytest.raises(
+        ValueError, match=r"half/model\.safetensors lacks vision_model\..* CLIPModel"
+    ):
         reward(samples_of(reward, 1), prompts(1))
 
 
@@ -306,5 +308,5 @@ def test_pickled_weights_are_not_loaded(options, tmp_path: Path):
     folder = save_clip(tmp_path / "pickled")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     reward = make("clip", options, path=str(folder))
-    with pytest.raises(OSError, match=r"model\.safetensors"):
+    with pytest.raises(ValueError, match=r"^path=.*model\.safetensors"):
         reward(samples_of(reward, 1), prompts(1))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_rc.libraries import loading
+from flowgrpo_rc.libraries import load_weights, loading
 from flowgrpo_rc.rewards.base import check_at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,20 +72,23 @@ def load_tokenizer(path: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
-def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
-    """Loads a model of a transformers class for inference; ValueError if it lacks weights."""
-    model, report = cls.from_pretrained(
-        path,
-        dtype=DTYPES[dtype],
-        use_safetensors=True,
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
-    lacking = {*report["missing_keys"], *(str(key) for key, *_ in report["mismatched_keys"])}
-    if lacking:
-        first, rest = min(lacking), len(lacking) - 1
-        raise ValueError(f"path={path!r} is no {cls.__name__}: it lacks {first} and {rest} more")
+def load_pretrained(cls: Any, path: str, *, device: str, dtype: str, spare: str = "$^") -> Any:
+    """Loads a model of a transformers class for inference; `spare` is that of `load_weights`."""
+    options = {"dtype": DTYPES[dtype], "trust_remote_code": False, "spare": spare}
+    model = load_weights(cls, path, f"path={path!r}", **options)
     return model.to(resolve_device(device)).requires_grad_(False).eval()
+
+
+def check_state(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Raises ValueError that names the first tensor which a module lacks, or cannot take."""
+    own = {name: list(value.shape) for name, value in module.state_dict().items()}
+    found = {name: list(value.shape) for name, value in stored.items()}
+    for name in sorted(own.keys() | found.keys()):
+        if own.get(name) != found.get(name):
+            raise ValueError(
+                f"{name} is {found.get(name, 'missing')} there, and a {type(module).__name__} "
+                f"needs {own.get(name, 'no such tensor')}"
+            )
 
 
 def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:

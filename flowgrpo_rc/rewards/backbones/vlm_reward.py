@@ -132,7 +132,10 @@ class VlmReward(Reward):
         from transformers import AutoModel
 
         path = str(self._folder)
-        model = load_pretrained(AutoModel, path, device=self.device, dtype=self.dtype)
+        # The heads are read below; the one that writes words is not needed.
+        model = load_pretrained(
+            AutoModel, path, device=self.device, dtype=self.dtype, spare=r"^(rm_head|lm_head)"
+        )
         reader = QwenVlReader(
             path,
             image_token_id=model.config.image_token_id,
@@ -142,7 +145,8 @@ class VlmReward(Reward):
         token_id = reader.tokenizer.convert_tokens_to_ids(self._asked.token)
         if token_id in (None, reader.tokenizer.unk_token_id):
             raise ValueError(f"path={path!r}: the tokenizer has no token {self._asked.token}")
-        heads = [head.to(model.device) for head in _heads(self._folder / WEIGHTS)]
+        with blaming(f"path={path!r}: {WEIGHTS}"):
+            heads = [head.to(model.device) for head in _heads(self._folder / WEIGHTS)]
         asked = len(self._asked.instructions)
         if len(heads) != asked:
             raise ValueError(
