@@ -148,6 +148,21 @@ def test_training_goes_on_from_an_exported_lora(
         torch.testing.assert_close(parameter, factor * averages[name])
 
 
+@pytest.mark.parametrize("reference", ["base", "start"])
+def test_the_kl_of_a_run_from_a_lora_is_to_the_reference_that_it_names(
+    trained: Trained, train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path, reference
+) -> None:
+    lora = trained(*ALPHA[8]) / "lora"
+    given = ("actor.use_kl_loss=true", f"actor.kl_reference={reference}", f"model.lora_path={lora}")
+    short = ("data.train_batch_size=2", "trainer.total_training_steps=1", "actor.ema.enable=false")
+    assert train(*given, *short, f"trainer.output_dir={tmp_path / 'run'}") == 0
+    said = {"base": "pulls to the base model", "start": "pulls to the LoRA as it was"}[reference]
+    assert said in " ".join(capsys.readouterr().out.split())
+    # One update: its KL is that of the start.
+    kl = read_rows(tmp_path / "run")[-1]["actor/kl_loss"]
+    assert (kl == 0) == (reference == "start")
+
+
 def test_a_run_without_evaluations_trains_the_same(trained: Trained, tmp_path: Path) -> None:
     """Takes the keys as verl does: val_before_train means the start alone, -1 the end, too."""
     no_start = "trainer.val_before_train=false"
