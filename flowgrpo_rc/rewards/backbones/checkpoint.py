@@ -74,8 +74,8 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str, spare: str = "$^") -> Any:
     """Loads a model of a transformers class for inference; `spare` is that of `load_weights`."""
-    options = {"dtype": DTYPES[dtype], "trust_remote_code": False, "spare": spare}
-    model = load_weights(cls, path, f"path={path!r}", **options)
+    where, kind = f"path={path!r}", DTYPES[dtype]
+    model = load_weights(cls, path, where, spare=spare, dtype=kind, trust_remote_code=False)
     return model.to(resolve_device(device)).requires_grad_(False).eval()
 
 
