@@ -424,7 +424,10 @@ def _load_pipeline(config: ModelConfig, pipeline_class: Any, folder: Path) -> An
         else:
             parts[name] = cls.from_pretrained(place)
     with blaming(f"{given}: {INDEX_FILES['diffusion']}"):
-        return pipeline_class(**parts)
+        pipeline = pipeline_class(**parts)
+    # Where it came from, which an engine of its own loads again.
+    pipeline.register_to_config(_name_or_path=config.location())
+    return pipeline
 
 
 def adapters_by_pipeline() -> dict[str, type[FlowModel]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 from support.tiny_models import TINY
 from support.tiny_rewards import save_clip
@@ -173,3 +174,16 @@ def test_weights_of_one_variant_alone_load(checkpoint: Path, tiny_lm: Path, tmp_
     for one, other in pairs:
         for (name, here), there in zip(one.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(here, there), name
+
+
+@pytest.mark.parametrize(
+    "name", ["FluxPipeline", "QwenImagePipeline", "SanaPipeline", "WanPipeline"]
+)
+def test_a_pipeline_is_described_as_diffusers_describes_it(
+    saved: Callable[[str], Path], name: str
+) -> None:
+    """An engine of its own loads it again from where it came from."""
+    folder = str(saved(name))
+    found = load_model(ModelConfig(path=folder), CPU).pipeline
+    assert found.name_or_path == folder
+    assert found.config == DiffusionPipeline.from_pretrained(folder).config
