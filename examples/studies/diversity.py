@@ -1,4 +1,4 @@
-"""How much the pictures of a held-out word differ, which training may take away.
+"""Measures how much the pictures of a held-out word differ, which training may take away.
 
 `ladder.py --further` leaves a line in results/diversity.jsonl for each of its runs, and one for the
 base model. `WORDS` words with `NOISES` noises each are drawn by the ODE in fp32:

@@ -30,7 +30,7 @@ _Asked = tuple[Sequence[Prompt], bool, Callable[[Prompt], str]]
 
 
 def check_images(config: Config, model: FlowModel, prompts: Prompts) -> None:
-    """The model's packages are there, and it takes images of the sizes that the prompts bring."""
+    """Checks that the model's packages are there and that it takes images of the prompts' sizes."""
     if not isinstance(model, EditingModel):
         return
     for package in model.packages:

@@ -1,4 +1,4 @@
-"""What the settings of peft beside a LoRA's tensors mean: the strength of each module.
+"""Reads what the settings of peft beside a LoRA's tensors mean: the strength of each module.
 
 Such files come from anywhere, so each setting is read here, or has no effect on what the tensors
 add, or has to be peft's default.

@@ -1,4 +1,4 @@
-"""What a model reads of its prompts: image encoders cut them, language models take them whole."""
+"""Tests what a model reads of its prompts: image encoders cut, language models take them whole."""
 
 from __future__ import annotations
 

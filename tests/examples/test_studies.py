@@ -124,8 +124,9 @@ def test_a_mean_at_the_border_of_its_interval_is_a_chance_of_a_twentieth(count: 
 
 
 def test_what_is_behind_is_corrected_for_the_number_of_comparisons():
-    """Of chances 0.001, 0.012, 0.03 and 0.04 the first is below 0.05 / 4, the second 0.05 / 3, the
-    third not below 0.05 / 2; the second is above 0.
+    """Takes, of chances 0.001, 0.012, 0.03 and 0.04, the first and the second.
+
+    They are below 0.05 / 4 and 0.05 / 3; the third is not below 0.05 / 2. The second is above 0.
     """
     errors = {"sure": -12.92, "ahead": 5.5, "third": -3.9, "fourth": -3.4}
     half = learning_tables.T95[2]
