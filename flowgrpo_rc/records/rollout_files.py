@@ -135,9 +135,9 @@ def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) 
         precision = {"dtype": spec.dtype, "tf32": spec.tf32}
         found = defaults | there["spec"] | there["origin"] | precision
         different = [
-            f"{key}: {found.get(key)!r} there, {here[key]!r} here"
-            for key in here
-            if found.get(key) != here[key]
+            f"{key}: {found.get(key)!r} there, {here.get(key)!r} here"
+            for key in here.keys() | there["spec"].keys()
+            if found.get(key) != here.get(key)
         ]
         if different:
             raise ValueError(

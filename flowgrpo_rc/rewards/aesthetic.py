@@ -8,7 +8,6 @@ https://github.com/christophschuhmann/improved-aesthetic-predictor.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,6 @@ from flowgrpo_rc.rewards.backbones.clip import ClipReward
 from flowgrpo_rc.rewards.base import Scores
 
 ENDINGS = (".safetensors", ".pth")
-_LAYER = re.compile(r"layers\.(\d+\.(?:weight|bias))")
 
 
 class Aesthetic(ClipReward):
@@ -72,8 +70,7 @@ def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
 
     The dropout between the published layers does nothing at inference, so it is left out.
     """
-    found = {match[1]: one for name, one in state.items() if (match := _LAYER.fullmatch(name))}
-    layers = linear_layers(found)
+    layers = linear_layers({name.removeprefix("layers."): one for name, one in state.items()})
     if layers[-1].out_features != 1 or any(layer.bias is None for layer in layers):
         raise ValueError("the head must be linear layers with a bias, and end in one number")
     return nn.Sequential(*layers)

@@ -33,6 +33,7 @@ MEAN = 0.16717362830052426
 STD = 1.0333394966054072
 MAX_TOKENS = 35
 FILES = ("config.json", "model.safetensors", "tokenizer_config.json")
+_BACKBONES = ("vision_model.", "text_encoder.")
 
 
 class _LoadedImageReward(NamedTuple):
@@ -103,9 +104,11 @@ class ImageReward(Reward):
         side = config.vision_config.image_size
         size = {"shortest_edge": side}
         return _LoadedImageReward(
-            self._filled(vision, tensors, "vision_model."),
-            self._filled(text, tensors, "text_encoder."),
-            linear_head(tensors),
+            self._filled(vision, tensors, _BACKBONES[0]),
+            self._filled(text, tensors, _BACKBONES[1]),
+            linear_head(
+                {name: one for name, one in tensors.items() if not name.startswith(_BACKBONES)}
+            ),
             CLIPImageProcessorPil(size=size, crop_size={"height": side, "width": side}),
             load_tokenizer(self._folder),
         )

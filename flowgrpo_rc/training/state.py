@@ -63,6 +63,7 @@ class RunState:
             self.update.load(resumed.tensors, resumed.state["update"])
             self.health.load_state_dict(resumed.state["health"])
             self.algorithm.load(resumed.tensors)
+            self._check_names(resumed)
             lora = self.update.lora_state()
             for version, weights in sorted(resumed.older_weights().items()):
                 older = check_tensors(f"{OLDER}{version}", weights, lora)
@@ -72,3 +73,13 @@ class RunState:
                 f"the checkpoint of step {resumed.step} in {self.folder.parent} is not one that "
                 f"this run has written: {type(error).__name__}: {error}"
             ) from error
+
+    def _check_names(self, resumed: Checkpoint) -> None:
+        """Raises ValueError for a part of a checkpoint that this version does not know."""
+        known = {*self.update.tensors(), *self.algorithm.tensors(), "update", "health"}
+        known |= {f"{OLDER}{version}" for version in resumed.older_weights()}
+        known |= {f"update.{name}" for name in self.update.state()}
+        found = {*resumed.tensors, *resumed.state}
+        found |= {f"update.{name}" for name in resumed.state["update"]}
+        if unknown := sorted(found - known):
+            raise ValueError(f"it holds {unknown[0]}, which this version does not know")

@@ -92,6 +92,10 @@ CRAFTED = {
     "no tensors in the file": (LORA, lambda path: path.write_bytes(b"\x08" * 64)),
     "another step": (STATE, state(lambda found: found | {"step": 7})),
     "no state of the update": (STATE, state(lambda found: {"step": found["step"]})),
+    "a state of another version": (
+        STATE,
+        state(lambda found: found | {"update": found["update"] | {"more": 1}}),
+    ),
     "a list for a state": (STATE, state(lambda found: [found])),
     "a text for a number": (
         STATE,

@@ -47,3 +47,13 @@ def test_precision_may_differ_and_nothing_else(saved: Path) -> None:
     check_headers([saved], kind(dtype="bf16", tf32=True, temperature=1.0, **fields), {})
     with pytest.raises(ValueError, match=r"other settings \(temperature: 1\.0 there, 0\.5 here\)"):
         check_headers([saved], kind(dtype="bf16", temperature=0.5, **fields), {})
+
+
+def test_a_setting_that_is_not_known_is_refused(saved: Path) -> None:
+    spec = load_rollout(saved, torch.device("cpu")).batch.spec
+    with safe_open(saved, framework="pt") as file:
+        header = json.loads(file.metadata()["rollout"])
+    header["spec"]["top_k"] = 5
+    save_file({}, saved, metadata={"rollout": json.dumps(header)})
+    with pytest.raises(ValueError, match=r"other settings \(top_k: 5 there, None here\)"):
+        check_headers([saved], spec, {})

@@ -102,7 +102,8 @@ def test_a_head_must_be_layers_in_a_row(clip, tmp_path):
     two = {"layers.2.weight": torch.ones(2, 8), "layers.2.bias": torch.ones(2)}
     norm = {"layers.1.weight": torch.ones(8), "layers.1.bias": torch.ones(8)}
     no_bias = {name: tensor for name, tensor in good.items() if name != "layers.0.bias"}
-    for state in ({}, {"weight": torch.ones(1, 4)}, no_bias, good | two, good | norm):
+    more = {"scale": torch.ones(1)}
+    for state in ({}, {"weight": torch.ones(1, 4)}, no_bias, good | two, good | norm, good | more):
         with pytest.raises(ValueError, match="linear layers"):
             linear_head(state)
     with pytest.raises(ValueError, match=r"head='nowhere\.pth': give an existing file"):

@@ -111,6 +111,7 @@ def test_a_prompt_cannot_bring_tokens_of_its_own(folder: Path) -> None:
     [
         (None, r"has no reward\.json: make it by examples/convert_reward\.py hpsv3"),
         ({"num_pixels": 0}, r"it needs instructions .* num_pixels \(above 0\)"),
+        ({"mean": 3.5}, r"and nothing else; it has instructions, token, num_pixels, mean"),
         ({"instructions": ["a <|Reward|>"]}, r"needs \{text_prompt\} and <\|Reward\|> once"),
         ({"instructions": ["{text_prompt}"]}, r"needs \{text_prompt\} and <\|Reward\|> once"),
     ],
@@ -128,7 +129,11 @@ def test_a_folder_that_lacks_something(change, message, tmp_path: Path) -> None:
 
 def test_a_checkpoint_with_other_heads_is_refused(tmp_path: Path) -> None:
     file = save_vlm_reward(tmp_path) / "model.safetensors"
-    rest = {name: one for name, one in load_file(file).items() if not name.startswith("rm_head")}
+    tensors = load_file(file)
+    save_file(tensors | {"rm_head.scale": torch.ones(1)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"rm_head\.scale is no weight or bias"):
+        HPSv3(path=str(tmp_path), **CPU)(IMAGES, PROMPTS)
+    rest = {name: one for name, one in tensors.items() if not name.startswith("rm_head")}
     save_file(rest, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"has 0 heads \(rm_head\).* but 1 instructions"):
         HPSv3(path=str(tmp_path), **CPU)(IMAGES, PROMPTS)

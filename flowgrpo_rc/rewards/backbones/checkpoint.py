@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from flowgrpo_rc.libraries import load_weights, loading
 from flowgrpo_rc.rewards.base import check_at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OF_LAYER = re.compile(r"\d+\.(weight|bias)")
 
 
 def checkpoint_source(path: str, *, key: str) -> str:
@@ -92,8 +94,9 @@ def check_state(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
 
 
 def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
-    """Builds linear layers in a row from `N.weight` and `N.bias`; ValueError if they do not fit."""
-    numbers = sorted(int(name.split(".")[0]) for name in state if name.endswith(".weight"))
+    """Builds linear layers in a row from `N.weight` and `N.bias`; ValueError for anything else."""
+    known = all(_OF_LAYER.fullmatch(name) for name in state)
+    numbers = sorted({int(name.split(".")[0]) for name in state}) if known else []
     weights = [state[f"{number}.weight"].float() for number in numbers]
     fits = all(weight.ndim == 2 for weight in weights) and all(
         before.shape[0] == after.shape[1] for before, after in pairwise(weights)

@@ -161,12 +161,16 @@ def _asked(found: Mapping[str, Any]) -> Asked:
             "instructions": [str(), *_] as instructions,
             "token": str(token),
             "num_pixels": int(num_pixels),
-        } if all(isinstance(text, str) for text in instructions) and num_pixels > 0:
+            **rest,
+        } if all(isinstance(text, str) for text in instructions) and num_pixels > 0 and not rest:
             for text in instructions:
                 if text.count(PLACE) != 1 or text.count(token) != 1:
                     raise ValueError(f"each instruction needs {PLACE} and {token} once")
             return Asked(instructions, token, num_pixels)
-    raise ValueError("it needs instructions (texts), token (a text) and num_pixels (above 0)")
+    raise ValueError(
+        "it needs instructions (texts), token (a text), num_pixels (above 0) and nothing else; it "
+        f"has {', '.join(found)}"
+    )
 
 
 def _heads(file: Path) -> list[nn.Sequential]:
@@ -174,7 +178,10 @@ def _heads(file: Path) -> list[nn.Sequential]:
     heads: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - safe_open is no mapping
-            if found := _HEAD.fullmatch(name):
+            found = _HEAD.fullmatch(name)
+            if found is None and name.startswith("rm_head"):
+                raise ValueError(f"{name} is no weight or bias of a head's linear layer")
+            if found:
                 heads.setdefault(int(found[1] or 0), {})[found[2]] = weights.get_tensor(name)
     stacks = []
     for _, tensors in sorted(heads.items()):
