@@ -82,7 +82,7 @@ MODES = {
         f"{RC}.bypass_mode=true",
     ),
     # Finished samples, whose noise each process draws, and an old policy of its own.
-    "forward": NFT,
+    "forward": (*NFT, "actor.use_kl_loss=true", "actor.kl_reference=start"),
 }
 ASKED = ("decoupled", "bypass")  # a suite in each evaluation
 TRAIN = ("-m", "flowgrpo_rc.train")
@@ -104,6 +104,8 @@ def settings(workplace: Path, mode: str) -> list[str]:
     suite = workplace / "suite.yaml"
     suite.write_text("prompts: words.txt\nreward: {terms: {jpeg: {}}}\nn: 3\nseeds: 1\n")
     asked = [f"trainer.suites=[{suite}]"] if mode in ASKED else []
+    if mode == "forward":
+        asked.append(f"model.lora_path={trained_alone(workplace, 'fast') / 'lora'}")
     return [
         *asked,
         *FP64,

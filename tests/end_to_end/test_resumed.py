@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.runs import NFT, Train, final_state, read_rows, stopped_and_whole
+from support.runs import NFT, Train, Trained, final_state, read_rows, stopped_and_whole
 
 from flowgrpo_rc.cli import main
 
@@ -45,9 +45,13 @@ def test_fast_rollouts(train: Train, tmp_path: Path, name: str) -> None:
     assert read_rows(run)[-1]["reward/failed_fraction"] == 0
 
 
-def test_diffusion_nft_with_its_report_card_and_evaluation(train: Train, tmp_path: Path) -> None:
+def test_diffusion_nft_with_its_report_card_and_evaluation(
+    trained: Trained, train: Train, tmp_path: Path
+) -> None:
+    """The KL is to the LoRA that the run starts from, which a resumed run reads again."""
+    start = (f"model.lora_path={trained() / 'lora'}", "actor.kl_reference=start")
     further = ("rollout.algo.tail=ab2", "actor.use_kl_loss=true", "trainer.total_training_steps=3")
-    run = stopped_and_whole(train, tmp_path, *NFT, *further)
+    run = stopped_and_whole(train, tmp_path, *NFT, *start, *further)
     tensors, _, rows = final_state(run)
     assert tensors.keys() == {"lora", "ema", "optimizer", "old_policy", "old_policy_counts"}
     assert tensors["old_policy"] != tensors["lora"]
