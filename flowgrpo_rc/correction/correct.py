@@ -120,7 +120,8 @@ class Corrector:
           all_reduce: adds up a tensor over processes.
 
         Returns:
-          The correction, with weights in the dtype of the training log-probs.
+          The correction, with weights in the dtype of the training log-probs, or at least fp32
+          where they are still to be normalised.
 
         Raises:
           ValueError: if a criterion needs `step_kl` or, for `auto:k`, an earlier decision, and
@@ -145,6 +146,7 @@ class Corrector:
                 found.metrics.max("rollout_is_batch_norm_factor", factor)
                 weights = (weights / factor).to(weights.dtype)
             else:
+                dtype = weights.dtype  # not rounded before the loss divides by their mean
                 found.metrics.ratio("rollout_is_batch_norm_factor", *found.weight_sums)
         apply_names(found.metrics, self.config.metric_names, self.rules.bounds.mode)
         return found._replace(weights=None if weights is None else weights.to(dtype))

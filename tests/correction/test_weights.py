@@ -105,6 +105,10 @@ def test_small_weights_are_normalised_before_they_are_rounded(level, dtype):
     weights = run(training, 0 * training, mask, Rule(level, normalise=True)).weights
     assert weights.dtype == dtype
     assert weights.flatten().tolist() == [1.0] * 3
+    # In the loss, which divides by the mean of all micro-batches later.
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=True)
+    found = Corrector(config)(training, 0 * training, mask, normalise=False)
+    assert (found.weights / (found.weight_sums[0] / found.weight_sums[1])).tolist() == [[1.0]] * 3
 
 
 @pytest.mark.parametrize(
