@@ -1,4 +1,4 @@
-"""Gradient checkpointing changes nothing, in every language model and in every transformer."""
+"""Gradient checkpointing changes nothing in a language model, whatever its layers drop out."""
 
 from __future__ import annotations
 
@@ -10,43 +10,19 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from flowgrpo_rc.models.causal_lm import gradient_checkpointing
 
-SIZES = {
-    "hidden_size": 32,
-    "n_embd": 32,
-    "d_model": 32,
-    "embedding_size": 32,
-    "word_embed_proj_dim": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "n_inner": 48,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layer": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "mamba_chunk_size": 8,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_d_ssm": 32,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "num_experts": 2,
-    "num_local_experts": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "is_decoder": True,
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+# Settings of many models, by the value that makes them small.
+NAMES = {
+    0: ("pad_token_id",),
+    2: ("num_hidden_layers", "n_layer", "decoder_layers", *EXPERTS),
+    4: ("num_attention_heads", "n_head", "decoder_attention_heads", "num_key_value_heads"),
+    8: ("head_dim",),
+    16: ("moe_intermediate_size",),
+    32: ("hidden_size", "n_embd", "d_model"),
+    40: ("vocab_size",),
+    48: ("intermediate_size", "ffn_dim"),
 }
+SIZES = {name: size for size, names in NAMES.items() for name in names}
 
 
 def tiny(config_class: Any) -> Any:
