@@ -1,12 +1,24 @@
-"""Reading what other people may have written: small JSON files, and blame for what is damaged."""
+"""Reading what other people may have written: small JSON files, and blame for what is damaged or
+cannot be had from the Hub.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 _MOST_BYTES = 64 * 2**20
 _MOST_LEVELS = 100  # of lists and mappings inside of one another; readers walk them by recursion
@@ -48,6 +60,62 @@ def blaming(what: Path | str) -> Iterator[None]:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         first = (reason or type(error).__name__).splitlines()[0]
         raise ValueError(f"{what} cannot be read: {first}") from error
+
+
+def check_on_hub(repository: str, names: Sequence[str], *, key: str) -> None:
+    """Raises ValueError that names the key if none of the files can be had; fetches nothing.
+
+    A file can be had if it is in the cache, or if the Hub answers a HEAD request for it.
+    """
+    if any(isinstance(try_to_load_from_cache(repository, name), str) for name in names):
+        return
+    for name in names:
+        try:
+            with asking_hub(repository, " and no ".join(names), key=key):
+                hf_hub_download(repository, name, dry_run=True)
+            return
+        except ValueError as error:
+            lacks_this = isinstance(error.__cause__, RemoteEntryNotFoundError)
+            if not lacks_this or name == names[-1]:
+                raise
+
+
+@contextmanager
+def asking_hub(repository: str, name: str, *, key: str) -> Iterator[None]:
+    """Turns what the Hub refuses of a file into a ValueError with the key and what helps."""
+    where = f"{key}={repository}"
+    try:
+        yield
+    except LocalEntryNotFoundError as error:
+        refused = isinstance(error.__cause__, HfHubHTTPError)
+        why = f"the Hub refuses {name}: {error.__cause__}" if refused else _no_network(repository)
+        raise ValueError(f"{where}: {why}") from error
+    except EntryNotFoundError as error:
+        raise ValueError(f"{where}: this repository of the Hub has no {name}") from error
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{where}: the Hub asks you to accept the licence of this model: do so at "
+            f"{constants.ENDPOINT}/{repository}, then log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{where}: the Hub shows no such repository to you: correct the id, or, if it is "
+            "private, log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ValueError(f"{where}: the Hub refuses {name}: {error}") from error
+
+
+def _no_network(repository: str) -> str:
+    """Returns why a file that is not in the cache could not be fetched, and what helps."""
+    why = f"it is not in the local cache, and {constants.ENDPOINT} cannot be reached"
+    if constants.HF_HUB_OFFLINE:
+        why = "it is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it"
+    return (
+        f"{why}; there is no local folder of this name either. On a machine with network: "
+        f"hf download {repository} --local-dir my_model; then copy the folder here and give its "
+        "path"
+    )
 
 
 def _items(node: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from flowgrpo_rc.rewards.groups import Groups, Member, whole_groups
 
 PACKAGE = "flowgrpo_rc.rewards"
 PATIENCE_S = 10.0  # for the calls that run when the rewards are closed
+_OF_OPTION = re.compile(r"\w+=")  # how a message about one option of a reward begins
 logger = logging.getLogger(__name__)
 
 
@@ -95,7 +97,8 @@ def check_needs(config: RewardConfig) -> None:
         try:
             term.reward.check()
         except ValueError as error:
-            raise ValueError(f"reward.terms.{name}: {error}") from error
+            join = "." if _OF_OPTION.match(str(error)) else ": "
+            raise ValueError(f"reward.terms.{name}{join}{error}") from error
 
 
 def check_prompts(

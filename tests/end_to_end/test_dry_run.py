@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -278,6 +279,58 @@ def test_what_is_not_installed(
     refused(ask, [*overrides, further], words)
 
 
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The Hub's cache on a machine without network; it is empty."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def fetch(cache: Path, repository: str, *names: str) -> None:
+    """Puts empty files of a repository into the cache."""
+    home = cache / f"models--{repository.replace('/', '--')}"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("1" * 40)
+    for name in names:
+        file = home / "snapshots" / ("1" * 40) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+JUDGE = "reward.terms.judge={_target_: vlm_judge, path: some/judge}"
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        ("reward.terms.pickscore.weight=1", "reward.terms.pickscore.path=yuvalkirstain/PickScore"),
+        ("trainer.suites=[pickscore]", "suite pickscore: reward.terms.pickscore.path=yuvalkirst"),
+        (JUDGE, "reward.terms.judge.path=some/judge"),
+    ],
+)
+def test_weights_of_a_reward_that_cannot_be_had(
+    ask: Ask, overrides: list[str], cache: Path, further: str, words: str
+) -> None:
+    refused(ask, [*overrides, further], words)
+
+
+def test_weights_of_a_reward_in_the_cache(ask: Ask, overrides: list[str], cache: Path) -> None:
+    given = [*overrides, "reward.terms.pickscore.weight=1"]
+    fetch(cache, "yuvalkirstain/PickScore_v1", "config.json", "model.safetensors")
+    words = "reward.terms.pickscore.processor=laion/CLIP"
+    assert "hf download laion/" in dry_run_refuses(ask, given, words).error
+    fetch(cache, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "preprocessor_config.json")
+    assert ask("train", "--dry-run", *given).code == 0
+
+
+def test_a_local_reward_without_weights(ask: Ask, overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "config.json").write_text("{}")
+    given = [*overrides, f"reward.terms.clip.path={tmp_path / 'clip'}"]
+    dry_run_refuses(ask, given, f"reward.terms.clip.path={tmp_path / 'clip'}: no file of weights")
+
+
 @pytest.mark.parametrize("name", ["vllm_omni", "vllm"])
 def test_an_engine_that_is_not_installed(
     ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch, name: str
@@ -417,3 +470,13 @@ def test_an_evaluation_is_checked(ask: Ask, folder: RunFolder, further: str, wor
     found = ask("eval", str(folder.root), further)
     assert found.code == 2
     assert words in found.error
+
+
+@pytest.mark.parametrize("words", [["reward.terms.pickscore.weight=1"], ["--suite", "pickscore"]])
+def test_an_evaluation_asks_for_the_weights_of_rewards(
+    ask: Ask, folder: RunFolder, cache: Path, words: list[str]
+) -> None:
+    folder.lora.mkdir()
+    found = ask("eval", str(folder.root), *words)
+    assert found.code == 2
+    assert "reward.terms.pickscore.path=yuvalkirstain/PickScore_v1" in found.error

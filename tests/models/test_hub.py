@@ -13,21 +13,34 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 from flowgrpo_rc.models.index import model_file
+from flowgrpo_rc.reading import check_on_hub
 
 NAME = "model_index.json"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+Asked = list[tuple[str, str]]
 
 
 @contextmanager
-def hub(monkeypatch: pytest.MonkeyPatch, cache: Path, status: int, code: str) -> Iterator[str]:
-    """A Hub that answers everything with one status and one code of an error."""
+def hub(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, status: int, code: str, asked: Asked | None = None
+) -> Iterator[str]:
+    """A Hub that answers everything with one status and one code of an error.
+
+    `asked` gets the method and the path of each request.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *arguments: object) -> None:
             """Logs nothing."""
 
         def do_HEAD(self) -> None:
+            if asked is not None:
+                asked.append((self.command, self.path))
             self.send_response(status)
-            self.send_header("X-Error-Code", code)
+            if code:
+                self.send_header("X-Error-Code", code)
+            self.send_header("ETag", '"1"')
+            self.send_header("X-Repo-Commit", "1" * 40)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -72,3 +85,22 @@ def test_the_network_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_local_folder_is_asked_first(tmp_path: Path) -> None:
     assert model_file(str(tmp_path), NAME) == tmp_path / NAME
+
+
+def test_what_is_large_is_asked_for_by_one_head_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Asked = []
+    with hub(monkeypatch, tmp_path, 200, "", asked):
+        check_on_hub("a/b", WEIGHTS, key="path")
+    assert asked == [("HEAD", "/a/b/main/model.safetensors")]
+    assert not any(file.is_file() for file in tmp_path.rglob("*"))
+
+
+def test_weights_in_parts_are_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Asked = []
+    words = "path=a/b: this repository of the Hub has no model.safetensors and no model.safet"
+    server = hub(monkeypatch, tmp_path, 404, "EntryNotFound", asked)
+    with server, pytest.raises(ValueError, match=words):
+        check_on_hub("a/b", WEIGHTS, key="path")
+    assert [path for _, path in asked] == [f"/a/b/main/{name}" for name in WEIGHTS]

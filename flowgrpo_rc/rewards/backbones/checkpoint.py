@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_rc.libraries import load_weights, loading
+from flowgrpo_rc.reading import check_on_hub
 from flowgrpo_rc.rewards.base import check_at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PROCESSOR = ("preprocessor_config.json",)
 _OF_LAYER = re.compile(r"\d+\.(weight|bias)")
 
 
@@ -29,6 +32,15 @@ def checkpoint_source(path: str, *, key: str) -> str:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ValueError(f"{key}={path!r}: there is no such folder, and it is no hub id")
     return path
+
+
+def check_source(source: str, *, key: str = "path", names: Sequence[str] = WEIGHTS) -> None:
+    """Raises ValueError if neither the folder nor the Hub has one of the files; fetches nothing."""
+    folder = Path(source)
+    if not folder.is_dir():
+        check_on_hub(source, names, key=key)
+    elif names is WEIGHTS and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{key}={source}: no file of weights, *.safetensors, is there")
 
 
 def converted_folder(path: str, files: Sequence[str], converter: str) -> Path:

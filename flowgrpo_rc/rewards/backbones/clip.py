@@ -20,7 +20,9 @@ from torch import Tensor
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
 from flowgrpo_rc.rewards.backbones.checkpoint import (
+    PROCESSOR,
     check_loading,
+    check_source,
     checkpoint_source,
     load_pretrained,
     load_tokenizer,
@@ -44,6 +46,12 @@ class Clip:
         if self.processor is not None:
             self._processor = checkpoint_source(self.processor, key="processor")
         check_loading(device=self.device, dtype=self.dtype, batch_size=self.batch_size)
+
+    def check(self) -> None:
+        """Raises ValueError if weights or image processor cannot be had; fetches nothing."""
+        check_source(self._path)
+        key = "path" if self.processor is None else "processor"
+        check_source(self._processor, key=key, names=PROCESSOR)
 
     def cosines(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
         """Computes the cosine of each image [N, H, W, 3] uint8 and its text, fp32 [N]."""
@@ -107,6 +115,10 @@ class ClipReward(Reward):
 
     def __init__(self, *, path: str, **options: Any) -> None:
         self._clip = build(Clip, {"path": path, **options}, "Clip")
+
+    def check(self) -> None:
+        """Raises ValueError if the model can be had neither here nor from the Hub."""
+        self._clip.check()
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         cosines = self._clip.cosines(samples, [prompt.text for prompt in prompts])

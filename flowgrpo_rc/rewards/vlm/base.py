@@ -33,7 +33,8 @@ class Answer(NamedTuple):
 class Vlm(ABC):
     """A vision-language model. It always takes the likeliest word, so that answers repeat."""
 
-    def check(self) -> None:  # noqa: B027 - a model in this process needs no server
+    @abstractmethod
+    def check(self) -> None:
         """Raises ValueError if it cannot be reached. It is called before anything is loaded."""
 
     @abstractmethod

@@ -45,7 +45,7 @@ class AsksVlm(Reward):
             self._vlm = build(LocalVlm, vlm, "a VLM of this process")
 
     def check(self) -> None:
-        """Raises ValueError if the server cannot be reached, or serves other models."""
+        """Raises ValueError if the model, or the server that has it, cannot be reached."""
         self._vlm.check()
 
 

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
-from flowgrpo_rc.rewards.backbones.checkpoint import checkpoint_source, load_pretrained
+from flowgrpo_rc.rewards.backbones.checkpoint import (
+    check_source,
+    checkpoint_source,
+    load_pretrained,
+)
 from flowgrpo_rc.rewards.backbones.qwen_vl import (
     QwenVlReader,
     check_qwen_vl,
@@ -35,6 +39,10 @@ class LocalVlm(Vlm):
         self._path = checkpoint_source(self.path, key="path")
         check_qwen_vl(self._path, device=self.device, dtype=self.dtype, batch_size=self.batch_size)
         check_at_least_one(max_tokens=self.max_tokens)
+
+    def check(self) -> None:
+        """Raises ValueError if the model can be had neither here nor from the Hub."""
+        check_source(self._path)
 
     def answer(self, questions: Sequence[Question]) -> list[Answer | ServerError]:
         """Answers `batch_size` questions at a time, with the likeliest words."""
