@@ -119,49 +119,23 @@ def transition(
     one_per_sample = (-1,) + (1,) * (x.ndim - 1)
     sigma = sigma.reshape(one_per_sample)
     sigma_next = sigma_next.reshape(one_per_sample)
+    dt = sigma_next - sigma
     if kind == "sde":
-        return _sde(x, v, sigma, sigma_next, noise_level, sigma_max)
+        largest = torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device)
+        # At sigma 1 the formula divides by zero: the next entry of the schedule takes its place.
+        below_one = torch.where(sigma == 1, largest, sigma)
+        s = noise_level * torch.sqrt(sigma / (1 - below_one))
+        drift = s**2 / (2 * sigma)
+        # The terms are grouped by x and v, so that s = 0 leaves exactly x + v dt.
+        mean = x * (1 + drift * dt) + v * (1 + drift * (1 - sigma)) * dt
+        return Transition(mean, s * torch.sqrt(-dt))
+    x0 = x - sigma * v
     if kind == "dance_sde":
-        return _dance_sde(x, v, sigma, sigma_next, noise_level)
-    return _cps(x, v, sigma, sigma_next, noise_level)
-
-
-def _sde(
-    x: Tensor,
-    v: Tensor,
-    sigma: Tensor,
-    sigma_next: Tensor,
-    noise_level: float,
-    sigma_max: float | Tensor,
-) -> Transition:
-    """Computes the step of FlowGRPO's SDE; sigma and sigma_next are [B, 1, ...] here and below."""
-    dt = sigma_next - sigma
-    largest = torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device)
-    # At sigma 1 the formula divides by zero: the next entry of the schedule takes its place.
-    below_one = torch.where(sigma == 1, largest, sigma)
-    s = noise_level * torch.sqrt(sigma / (1 - below_one))
-    drift = s**2 / (2 * sigma)
-    # The terms are grouped by x and v, so that s = 0 leaves exactly x + v dt.
-    mean = x * (1 + drift * dt) + v * (1 + drift * (1 - sigma)) * dt
-    return Transition(mean, s * torch.sqrt(-dt))
-
-
-def _dance_sde(
-    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_level: float
-) -> Transition:
-    """Computes the step of DanceGRPO's SDE."""
-    dt = sigma_next - sigma
-    # The score by way of the predicted image, as in the published code.
-    x0 = x - sigma * v
-    score_term = 0.5 * noise_level**2 * (x - x0 * (1 - sigma)) / sigma**2
-    mean = x + v * dt + score_term * dt
-    return Transition(mean, noise_level * torch.sqrt(-dt))
-
-
-def _cps(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_level: float) -> Transition:
-    """Computes the step that preserves the coefficients of image and noise."""
+        # The score by way of the predicted image, as in the published code.
+        score_term = 0.5 * noise_level**2 * (x - x0 * (1 - sigma)) / sigma**2
+        mean = x + v * dt + score_term * dt
+        return Transition(mean, noise_level * torch.sqrt(-dt))
     std = sigma_next * math.sin(noise_level * math.pi / 2)
-    x0 = x - sigma * v
     x1 = x + (1 - sigma) * v
     mean = x0 * (1 - sigma_next) + x1 * torch.sqrt(sigma_next**2 - std**2)
     return Transition(mean, std)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
-from flowgrpo_rc.losses.ppo_clip import dual_bound, ppo_clip
+from flowgrpo_rc.losses.base import LossBound, PolicyLoss
+from flowgrpo_rc.losses.ppo_clip import StepClip
 
 REFERENCE_GUARD_CLIP = 2e-6  # clip_ratio of the published recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOGuard(DiffusionLoss):
+class GRPOGuard(StepClip):
     """`ppo_clip` on the log-ratio (log_prob - old_log_prob + KL) std, over -dt.
 
         log_prob - old_log_prob + KL = mean_D[(mean - old_mean) (x' - old_mean)] / std^2
@@ -27,12 +27,6 @@ class GRPOGuard(DiffusionLoss):
     With a centered correction the log-ratio is centered already, and the KL that a loss with
     `needs_density` gets is 0. The noise is then the one that the rollout drew, in both modes.
 
-    Attributes:
-      clip_ratio: half-width of the band on this ratio; of each step, [B, T], if it follows the
-        mismatch.
-      dual_clip: where the advantage is negative, this ratio counts as at most 1 + dual_clip *
-        clip_ratio; None for no bound.
-
     See "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via Regulated Clipping",
     https://arxiv.org/abs/2510.22319.
     """
@@ -40,13 +34,6 @@ class GRPOGuard(DiffusionLoss):
     needs_means = True
     needs_density = True
     tolerates_mismatch = True
-
-    clip_ratio: float | Tensor
-    dual_clip: float | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for a wrong `dual_clip`."""
-        dual_bound(self.clip_ratio, self.dual_clip)
 
     def __call__(
         self,
@@ -62,14 +49,7 @@ class GRPOGuard(DiffusionLoss):
         # Each is selected before the sum: at a rejected step either may be inf.
         difference = select(log_probs - old_log_probs, keep_mask)
         log_ratio = (difference + select(gaussian.kl, keep_mask)) * gaussian.std
-        policy = ppo_clip(
-            log_ratio,
-            advantages,
-            keep_mask,
-            clip_low=self.clip_ratio,
-            clip_high=self.clip_ratio,
-            dual_clip=dual_bound(self.clip_ratio, self.dual_clip),
-        )
+        policy = self.clipped(log_ratio, advantages, keep_mask)
         # The gradient of a step grows with its length: without this, long ones would dominate.
         return policy._replace(values=policy.values / -gaussian.dt)
 

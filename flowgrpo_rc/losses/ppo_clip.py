@@ -1,7 +1,8 @@
-"""The PPO clip, on steps or tokens, and PPO's loss of tokens."""
+"""The PPO clip, on steps or tokens, what losses with it have in common, and PPO's of tokens."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.correction.log_ratios import SAFETY_BOUND
-from flowgrpo_rc.losses.base import PolicyLoss, TokenLoss
+from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss, TokenLoss
 
 
 def ppo_clip(
@@ -122,8 +123,37 @@ def dual_bound(clip_ratio: float | Tensor, dual_clip: float | None) -> float | T
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOClip(TokenLoss):
-    """`ppo_clip` on the ratio of each token.
+class StepClip(DiffusionLoss):
+    """A loss of denoising steps that is `ppo_clip` on some ratio of a step.
+
+    Attributes:
+      clip_ratio: half-width of the band; of each step, [B, T], if it follows the mismatch.
+      dual_clip: where the advantage is negative, the ratio counts as at most 1 + dual_clip *
+        clip_ratio; None for no bound.
+    """
+
+    clip_ratio: float | Tensor
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a wrong `dual_clip`."""
+        dual_bound(self.clip_ratio, self.dual_clip)
+
+    def clipped(self, log_ratio: Tensor, advantages: Tensor, keep_mask: Tensor) -> PolicyLoss:
+        """Computes the clipped loss of each step from its log-ratio; all are [B, T]."""
+        return ppo_clip(
+            log_ratio,
+            advantages,
+            keep_mask,
+            clip_low=self.clip_ratio,
+            clip_high=self.clip_ratio,
+            dual_clip=dual_bound(self.clip_ratio, self.dual_clip),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenClip(TokenLoss):
+    """A loss of tokens that is `ppo_clip` on some ratio of a token.
 
     Attributes:
       clip_ratio_low: the ratio is clipped at 1 - clip_ratio_low.
@@ -135,20 +165,33 @@ class PPOClip(TokenLoss):
     clip_ratio_high: float
     clip_ratio_c: float | None
 
-    @property
-    def clip_band(self) -> float:
-        """The narrower half-width of the band."""
-        return min(self.clip_ratio_low, self.clip_ratio_high)
+    @abstractmethod
+    def log_ratio(self, log_probs: Tensor, old_log_probs: Tensor, keep_mask: Tensor) -> Tensor:
+        """Computes the log-ratio of each token, [B, T]; arguments as of a call."""
 
     def __call__(
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
     ) -> PolicyLoss:
         """Computes the loss of each token; see `TokenLoss`."""
         return ppo_clip(
-            log_probs - old_log_probs,
+            self.log_ratio(log_probs, old_log_probs, keep_mask),
             advantages,
             keep_mask,
             clip_low=self.clip_ratio_low,
             clip_high=self.clip_ratio_high,
             dual_clip=self.clip_ratio_c,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOClip(TokenClip):
+    """`ppo_clip` on the ratio of each token."""
+
+    @property
+    def clip_band(self) -> float:
+        """The narrower half-width of the band."""
+        return min(self.clip_ratio_low, self.clip_ratio_high)
+
+    def log_ratio(self, log_probs: Tensor, old_log_probs: Tensor, keep_mask: Tensor) -> Tensor:
+        """Computes the log-ratio of each token."""
+        return log_probs - old_log_probs
