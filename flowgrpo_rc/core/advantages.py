@@ -11,7 +11,7 @@ Legend: B samples of this process, G groups of this process. A group is the samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -149,30 +149,21 @@ def group_decoupled(
 def estimate(
     estimator: str,
     rewards: Tensor,
-    terms: Sequence[Tensor],
-    weights: Sequence[float],
+    terms: Mapping[str, Tensor],
+    weights: Mapping[str, float],
     group: Tensor,
     valid: Tensor,
     *,
-    norm_by_std: bool,
-    global_std: bool,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
     """Computes the advantages of an estimator by its name, one of `ESTIMATORS`.
 
-    Args:
-      estimator: the name.
-      rewards: weighted sum of the rewards, [B].
-      terms: each reward by itself, [B]; read by `gdpo` alone.
-      weights: weight of each of the terms.
-      group: index of the prompt that a sample belongs to, [B] int64.
-      valid: samples that have a reward and take part, [B] bool.
-      norm_by_std: whether to divide by a standard deviation.
-      global_std: whether that is the standard deviation of the batch.
-      all_reduce: adds up a tensor over processes.
+    `rewards` are weighted sums, [B]; `gdpo` alone reads each of the weighted terms by itself.
     """
     if estimator == "gdpo":
-        return group_decoupled(terms, weights, group, valid, all_reduce=all_reduce)
+        each = [terms[name].to(group.device) for name in weights]
+        return group_decoupled(each, [*weights.values()], group, valid, all_reduce=all_reduce)
+    norm_by_std, global_std = ESTIMATORS[estimator]
     return group_relative(
         rewards,
         group,
@@ -185,18 +176,11 @@ def estimate(
 
 
 def farthest(advantages: Tensor, group: Tensor, size: int) -> Tensor:
-    """Finds the samples of each group whose advantages are farthest from 0.
+    """Finds the `size` samples of each group whose advantages, [B], are farthest from 0.
 
     Training on them alone loses little: what a sample adds to the squared norm of the gradient
-    grows with its advantage squared. Of equal ones the first are taken.
-
-    Args:
-      advantages: of each sample, [B].
-      group: the group of each sample, int64, [B].
-      size: how many to take of each group, at most.
-
-    Returns:
-      Their positions in ascending order, int64, [B'].
+    grows with its advantage squared. Of equal ones the first are taken. Returns their positions in
+    ascending order, int64, [B'].
 
     See "Not All Rollouts are Useful", https://arxiv.org/abs/2504.13818, which takes the samples of
     a group whose rewards have the largest variance.

@@ -13,50 +13,28 @@ from torch import Tensor
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """Computes Schulman's first estimator: unbiased, of either sign.
+    """Computes Schulman's first estimator, in nats: unbiased, of either sign.
 
-        k1 = -log_ratio
-
-    Args:
-      log_ratio: log(training / rollout) at samples of the rollout policy, of any shape.
-
-    Returns:
-      The estimate of KL(rollout | training) at each sample, in nats.
-
-    See http://joschu.net/blog/kl-approx.html.
+    k1 = -log_ratio
     """
     return -log_ratio
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """Computes Schulman's second estimator: biased, never negative.
+    """Computes Schulman's second estimator, in nats: biased, never negative.
 
-        k2 = log_ratio^2 / 2
-
-    Args:
-      log_ratio: log(training / rollout) at samples of the rollout policy, of any shape.
-
-    Returns:
-      The estimate of KL(rollout | training) at each sample, in nats.
-
-    See http://joschu.net/blog/kl-approx.html.
+    k2 = log_ratio^2 / 2
     """
     return 0.5 * log_ratio**2
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Computes Schulman's third estimator: unbiased, never negative.
+    """Computes Schulman's third estimator, in nats: unbiased, never negative.
 
         k3 = exp(log_ratio) - 1 - log_ratio
 
-    Args:
-      log_ratio: log(training / rollout) at samples of the rollout policy, of any shape. At the
-        scale of diffusion steps (1e-4) it has to be float64: the result is about log_ratio^2 / 2.
-
-    Returns:
-      The estimate of KL(rollout | training) at each sample, in nats and in the given precision.
-
-    See http://joschu.net/blog/kl-approx.html.
+    At the scale of diffusion steps (1e-4) the log-ratio has to be float64: the result is about
+    log_ratio^2 / 2.
     """
     # expm1 keeps the digits that exp(x) - 1 loses near 0; the clamp removes the last rounding
     # error below zero.

@@ -57,11 +57,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> Tenso
 def positions(mask: Tensor) -> Tensor:
     """Counts the tokens before each one, as position embeddings need it.
 
-    Args:
-      mask: bool, [B, L]; True at tokens, False at padding.
-
-    Returns:
-      int64, [B, L]; 0 in the padding on the left.
+    The mask is bool, [B, L], and False at padding. Returns int64, [B, L]; 0 in padding on the left.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
@@ -69,12 +65,7 @@ def positions(mask: Tensor) -> Tensor:
 def until_end(ids: Tensor, end_ids: Tensor) -> Tensor:
     """Returns the mask of each response: True up to and including its first end token.
 
-    Args:
-      ids: token ids, int64, [B, T].
-      end_ids: the tokens that end a response, int64, [E].
-
-    Returns:
-      bool, [B, T]; all True in a row without an end token.
+    The ids of tokens are int64, [B, T], those that end a response [E]. Returns bool, [B, T].
     """
     ends = torch.isin(ids, end_ids).long()
     # The number of end tokens before a place, which is 0 at the first one.

@@ -142,16 +142,9 @@ def transition(
 
 
 def sample(step: Transition, noise: Tensor) -> Tensor:
-    """Computes the next state from given noise.
+    """Computes the next state, [B, ...], from standard normal noise of its shape.
 
-        x_next = mean + std noise
-
-    Args:
-      step: the Gaussian of the next state.
-      noise: standard normal, [B, ...].
-
-    Returns:
-      The next state, [B, ...].
+    x_next = mean + std noise
     """
     return step.mean + step.std * noise
 
