@@ -10,16 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
 
+ANSWER_S = 5.0  # for the Hub to answer a first question
 _MOST_BYTES = 64 * 2**20
 _MOST_LEVELS = 100  # of lists and mappings inside of one another; readers walk them by recursion
 
@@ -72,12 +79,26 @@ def check_on_hub(repository: str, names: Sequence[str], *, key: str) -> None:
     for name in names:
         try:
             with asking_hub(repository, " and no ".join(names), key=key):
-                hf_hub_download(repository, name, dry_run=True)
+                ask_hub(repository, name)
             return
         except ValueError as error:
             lacks_this = isinstance(error.__cause__, RemoteEntryNotFoundError)
             if not lacks_this or name == names[-1]:
                 raise
+
+
+def ask_hub(repository: str, name: str) -> None:
+    """Asks the Hub for a file by one HEAD request; a download would try for half a minute.
+
+    Raises LocalEntryNotFoundError without an answer, and HfHubHTTPError for one that refuses.
+    """
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, name), timeout=ANSWER_S)
+    except HfHubHTTPError:
+        raise
+    # The border to the library, which raises what its own library of requests does.
+    except Exception as error:
+        raise LocalEntryNotFoundError(f"no answer: {error}") from error
 
 
 @contextmanager
@@ -88,7 +109,8 @@ def asking_hub(repository: str, name: str, *, key: str) -> Iterator[None]:
         yield
     except LocalEntryNotFoundError as error:
         refused = isinstance(error.__cause__, HfHubHTTPError)
-        why = f"the Hub refuses {name}: {error.__cause__}" if refused else _no_network(repository)
+        told = f"the Hub refuses {name}: {error.__cause__}"
+        why = told if refused else _no_network(repository, error.__cause__)
         raise ValueError(f"{where}: {why}") from error
     except EntryNotFoundError as error:
         raise ValueError(f"{where}: this repository of the Hub has no {name}") from error
@@ -104,11 +126,13 @@ def asking_hub(repository: str, name: str, *, key: str) -> Iterator[None]:
         ) from error
     except HfHubHTTPError as error:
         raise ValueError(f"{where}: the Hub refuses {name}: {error}") from error
+    except HFValidationError as error:
+        raise ValueError(f"{where}: there is no such folder, and {error}") from error
 
 
-def _no_network(repository: str) -> str:
+def _no_network(repository: str, cause: BaseException | None) -> str:
     """Returns why a file that is not in the cache could not be fetched, and what helps."""
-    why = f"it is not in the local cache, and {constants.ENDPOINT} cannot be reached"
+    why = f"it is not in the local cache, and {constants.ENDPOINT} cannot be reached ({cause})"
     if constants.HF_HUB_OFFLINE:
         why = "it is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it"
     return (

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 from rich.console import Console as RichConsole
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
 from flowgrpo_rc.commands.doctor_gpu import Check, Finding, gpu_checks
 
+_STATE = len("skipped")  # the longest state
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
@@ -54,11 +56,10 @@ def installation_checks() -> list[tuple[str, Check]]:
 
 
 def report(title: str, checks: Sequence[tuple[str, Check]]) -> dict[str, Finding]:
-    """Prints what checks have found."""
+    """Prints what each check has found as soon as it has."""
     console = RichConsole()
-    table = Table(title=title, title_justify="left")
-    for column in ("check", "", "found", "what to do"):
-        table.add_column(column)
+    width = max((len(name) for name, _ in checks), default=0)
+    console.print(f"\n{title}")
     findings = {}
     for name, check in checks:
         with console.status(f"{name} ..."):
@@ -67,8 +68,10 @@ def report(title: str, checks: Sequence[tuple[str, Check]]) -> dict[str, Finding
             except Exception as error:  # whatever is broken is the finding
                 one = Finding("broken", f"{type(error).__name__}: {error}")
         findings[name] = one
-        table.add_row(name, one.state, one.found, one.advice)
-    console.print(table)
+        # A table of one row wraps its cells, and the widths of all rows are the same.
+        row = Table.grid(Column(width=width), Column(width=_STATE), Column(ratio=1), padding=(0, 2))
+        row.add_row(*map(Text, (name, one.state, "\n".join(filter(None, one[1:])))))
+        console.print(row)
     return findings
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
 from typing import Self
+
+from tqdm import tqdm
+
+from flowgrpo_rc.distributed.child import is_child
 
 # A user's, a closed terminal's, and Slurm's before its time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # Only these end a process when they come again. The others come by themselves, also twice, and with
 # a SIGTERM after them: a closed terminal sends two SIGHUP, and Slurm a SIGTERM at its limit.
 _URGENT = (signal.SIGTERM, signal.SIGINT)
+_SAID = "stopping after this step; again to end now"
 EXIT_STOPPED = 75  # EX_TEMPFAIL: the state is saved, and the same command goes on
 
 
@@ -59,5 +66,16 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.ask(signal.Signals(number).name)
         if number in _URGENT:
+            _say_stopping()
             for urgent in _URGENT:
                 signal.signal(urgent, signal.SIG_DFL if self._at_once else self._previous[urgent])
+
+
+def _say_stopping() -> None:
+    """Tells the user, of several processes once, that a signal has come."""
+    if is_child() or os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        tqdm.write(_SAID, file=sys.stderr)  # above a progress bar, if there is one
+    except RuntimeError:  # the signal came while something was written there
+        os.write(2, f"{_SAID}\n".encode())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
-from flowgrpo_rc.reading import asking_hub, read_mapping
+from flowgrpo_rc.reading import ANSWER_S, ask_hub, asking_hub, read_mapping
 
 # How model_index.json writes a component that is not there.
 ABSENT = [None, None]
@@ -18,8 +20,9 @@ _LIBRARIES = ("diffusers", "transformers")
 
 def read_index(config: ModelConfig) -> dict[str, Any]:
     """Reads model_index.json. ValueError if it cannot be read, or names code of its own."""
+    file = model_file(config.path, INDEX_FILES["diffusion"])
     try:
-        index = read_mapping(model_file(config.path, INDEX_FILES["diffusion"]))
+        index = read_mapping(file)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}"
@@ -58,4 +61,7 @@ def model_file(path: str, name: str) -> Path:
     if folder.exists():
         return folder / name
     with asking_hub(path, name, key="model.path"):
-        return Path(hf_hub_download(path, name))
+        if not isinstance(try_to_load_from_cache(path, name), str):
+            with suppress(HfHubHTTPError):  # it answers; the download says what is wrong
+                ask_hub(path, name)
+        return Path(hf_hub_download(path, name, etag_timeout=ANSWER_S))

@@ -108,6 +108,17 @@ def test_the_table_and_the_file(
     assert told["state"] in capsys.readouterr().out
 
 
+def test_a_row_is_printed_before_the_next_check(capsys: pytest.CaptureFixture) -> None:
+    printed = []
+
+    def second() -> Finding:
+        printed.append(capsys.readouterr().out)
+        return Finding("ok", "")
+
+    doctor.report("all", [("first", lambda: Finding("slow", "a[b]", "do y")), ("second", second)])
+    assert printed[0].split() == ["all", "first", "slow", "a[b]", "do", "y"]
+
+
 def test_a_file_needs_the_gpu_checks(capsys: pytest.CaptureFixture) -> None:
     assert main(["doctor", "--out", "x.json"]) == 2
     assert "--out x.json has no effect without --gpu" in capsys.readouterr().err

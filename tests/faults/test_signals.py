@@ -89,7 +89,10 @@ def ends_at_next(process: Started) -> bool:
     return not caught & 1 << (signal.SIGINT - 1)
 
 
-@fault("a second SIGINT or SIGTERM while a reward hangs", "the process ends at once")
+@fault(
+    "a second SIGINT or SIGTERM while a reward hangs",
+    "the process ends at once, as it said after the first",
+)
 @pytest.mark.parametrize(
     ("first", "second"),
     [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)],
@@ -100,6 +103,7 @@ def test_a_second_signal(small: list[str], first: signal.Signals, second: signal
         assert process.wait_until(Path("hangs").exists), process.output()
         process.send(first)
         assert process.wait_until(lambda: ends_at_next(process)), process.output()
+        assert process.output().count("stopping after this step; again to end now\n") == 1
         process.send(second)
         start = time.monotonic()
         ended = process.wait()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import _http
 
+from flowgrpo_rc import reading
 from flowgrpo_rc.models.index import model_file
 from flowgrpo_rc.reading import check_on_hub
 
@@ -76,11 +77,38 @@ def test_the_hub_refuses(tmp_path, monkeypatch, status, code, message):
 
 
 def test_the_network_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # between its attempts
     with hub(monkeypatch, tmp_path, 200, "") as address:
         pass  # nobody listens there any more
     with pytest.raises(ValueError, match=rf"{address} cannot be reached.*hf download a/b"):
         model_file("a/b", NAME)
+
+
+def test_a_hub_that_never_answers_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def keep_silent(listener: socket.socket) -> None:
+        with suppress(OSError):  # closed at the end
+            while True:
+                asked.append(listener.accept())
+
+    with hub(monkeypatch, tmp_path, 200, ""), socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        template = address + "/{repo_id}/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(reading, "ANSWER_S", 0.1)
+        threading.Thread(target=keep_silent, args=(listener,), daemon=True).start()
+        with pytest.raises(ValueError, match=r"cannot be reached \(.*timed out\).*hf download a/b"):
+            model_file("a/b", NAME)
+    assert len(asked) == 1
+
+
+def test_a_path_that_no_hub_has() -> None:
+    with pytest.raises(
+        ValueError, match=r"^model\.path=a/b/c: there is no such folder, and Repo id"
+    ):
+        model_file("a/b/c", NAME)
 
 
 def test_a_local_folder_is_asked_first(tmp_path: Path) -> None:
