@@ -57,27 +57,6 @@ def oracle(
     return result
 
 
-@pytest.mark.parametrize(
-    ("options", "values", "scales"),
-    [
-        # Standard deviations of the groups are 0.5 and sqrt(8/3), that of all rewards sqrt(4.64).
-        ({}, [-0.5, 0.5, -2, 0, 2], [0.5 + EPS] * 2 + [math.sqrt(8 / 3) + EPS] * 3),
-        ({"global_std": True}, [-0.5, 0.5, -2, 0, 2], [math.sqrt(4.64) + EPS] * 5),
-        ({"norm_by_std": False}, [-0.5, 0.5, -2, 0, 2], [1] * 5),
-        # In (0, 1) the others are 1 and 0; in (2, 4, 6) they have means 5, 4 and 3.
-        ({"norm_by_std": False, "leave_one_out": True}, [-1, 1, -3, 0, 3], [1] * 5),
-    ],
-    ids=["grpo", "flow_grpo", "dr_grpo", "rloo"],
-)
-def test_by_hand(options, values, scales):
-    """Groups (0, 1) and (2, 4, 6), with means 0.5 and 4."""
-    found = group_relative(*tensors([0, 1, 2, 4, 6], [7, 7, 3, 3, 3]), **options)
-    expect = [value / scale for value, scale in zip(values, scales, strict=True)]
-    assert found.values.tolist() == pytest.approx(expect, abs=1e-14)
-    assert found.values.dtype == torch.float64
-    assert found.zero_std.tolist() == [False, False]
-
-
 def test_the_estimators_are_these():
     """The values: divide by a standard deviation, divide by that of the whole batch."""
     assert ESTIMATORS == {

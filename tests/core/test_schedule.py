@@ -90,11 +90,6 @@ def test_seed_and_step_change_the_windows(changed):
     assert not torch.equal(before, draw_windows(range(40), 1, **SETTINGS | {changed: 2}))
 
 
-def test_a_window_as_long_as_its_range_has_one_place():
-    windows = draw_windows(range(5), 2, **SETTINGS | {"size": 5, "sharing": "sample"})
-    assert torch.equal(windows, torch.arange(1, 6).expand(10, 5))
-
-
 def test_a_process_without_prompts_has_no_windows():
     windows = draw_windows([], 4, **SETTINGS)
     assert windows.shape == (0, 2)
@@ -114,10 +109,3 @@ def test_where_a_sliding_window_starts(changed, starts):
     """The places are written down by hand, for windows in the steps 0 to 4."""
     settings = {"size": 2, "first": 0, "last": 5, "interval": 2} | changed
     assert [sliding_start(step, **settings) for step in range(1, 13)] == starts
-
-
-def test_the_published_schedule_of_mixgrpo():
-    """4 of 25 steps move by one every 25 iterations; the last step is never trained."""
-    settings = {"size": 4, "first": 0, "last": 24, "interval": 25}
-    starts = [sliding_start(step, **settings) for step in (1, 25, 26, 50, 51, 300, 525, 526)]
-    assert starts == [0, 0, 1, 1, 2, 11, 20, 0]

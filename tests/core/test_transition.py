@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from support.oracles import kl_scale, reverse_step
@@ -130,21 +128,6 @@ def test_without_noise_the_step_is_eulers_bit_for_bit_and_that_of_cps_up_to_roun
     assert torch.count_nonzero(found.std) == 0
 
 
-def test_the_first_sde_step_uses_the_second_sigma_and_only_there():
-    x = drawn(2, 3, seed=1, dtype=torch.float64)
-    v = drawn(2, 3, seed=2, dtype=torch.float64)
-    other = (1.0, 0.6, *SIGMAS[2:])
-    first = step("sde", 0.7, x, v, [0, 0])
-    assert math.isclose(
-        first.std[0].item(), 0.7 * math.sqrt(1 / 0.1) * math.sqrt(0.1), rel_tol=1e-12
-    )
-    moved = step("sde", 0.7, x, v, [0, 2], sigmas=other)
-    mean, std = expected("sde", 0.7, x, v, [0, 2], sigmas=other)
-    torch.testing.assert_close(moved.mean, mean, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(moved.std.flatten(), std, rtol=1e-13, atol=0)
-    assert torch.equal(step("sde", 0.7, x, v, [2, 2]).mean[1], moved.mean[1])
-
-
 def test_a_sigma_just_below_one_is_its_own():
     x = drawn(1, 4, seed=1, dtype=torch.float64)
     v = drawn(1, 4, seed=2, dtype=torch.float64)
@@ -163,20 +146,6 @@ def test_the_last_step_to_sigma_zero_still_has_a_density(kind):
     noise = drawn(1, 16, seed=3)
     found = step(kind, 0.7, x, v, [4], sigmas=(1.0, 0.9, 0.75, 0.5, 0.3, 0.0))
     assert torch.isfinite(log_prob(found, sample(found, noise))).all()
-
-
-@pytest.mark.parametrize("noise", NOISES)
-def test_cps_preserves_the_coefficients(noise):
-    """For x = (1 - sigma) data + sigma e, the next state has 1 - sigma' data and noise power
-    sigma'^2.
-    """
-    data = drawn(1, 64, seed=1, dtype=torch.float64)
-    e = drawn(1, 64, seed=2, dtype=torch.float64)
-    found = step("cps", noise, 0.25 * data + 0.75 * e, e - data, [2])
-    from_noise = (found.mean - 0.5 * data) / e
-    torch.testing.assert_close(
-        from_noise**2 + found.std**2, torch.full_like(e, 0.25), rtol=1e-9, atol=1e-9
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,27 +171,6 @@ def test_the_peers_log_ratio_is_two_variances_times_the_gaussian_one(kind):
     squares = -((after - here.mean) ** 2).mean(1)
     torch.testing.assert_close(
         log_prob(here, after, convention="peers"), squares, rtol=1e-13, atol=0
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_of_log_prob_in_the_velocity_is_the_closed_form(kind):
-    """d log p / d v = (x' - mean) / std^2 * (d mean / d v) / D, and the mean is linear in v."""
-    x = drawn(2, 8, seed=1, dtype=torch.float64)
-    noise = drawn(2, 8, seed=3, dtype=torch.float64)
-    v = drawn(2, 8, seed=2, dtype=torch.float64).requires_grad_()
-    found = step(kind, 0.7, x, v, [0, 3])
-    after = sample(found, noise).detach()
-    log_prob(found, after).sum().backward()
-    pairs = [(SIGMAS[row], SIGMAS[row + 1]) for row in (0, 3)]
-    ends = [
-        [reverse_step(kind, 0.0, velocity, *pair, 0.7, SIGMAS[1])[0] for velocity in (0.0, 1.0)]
-        for pair in pairs
-    ]
-    slope = torch.tensor([[one - zero] for zero, one in ends], dtype=torch.float64)
-    mean, std = expected(kind, 0.7, x, v.detach(), [0, 3])
-    torch.testing.assert_close(
-        v.grad, (after - mean) / std[:, None] ** 2 * slope / 8, rtol=1e-10, atol=1e-12
     )
 
 

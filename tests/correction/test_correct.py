@@ -59,15 +59,6 @@ def test_on_policy_weights_are_exactly_one_and_nothing_is_rejected(dtype, level,
     assert {values[name] for name in [*names, "rollout_is_std", "rollout_is_veto_fraction"]} == {0}
 
 
-def test_batch_normalisation_by_hand_counts_tokens_or_sequences():
-    """Ratios 2 | 1, 1, 1: tokens have mean 5/4, sequences (2 + 1)/2; products are the same here."""
-    training = tensor([[math.log(2), 0, 0], [0, 0, 0]])
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    for level, mean in (("token", 5 / 4), ("sequence", 3 / 2), ("geometric", 3 / 2)):
-        found = run(training, torch.zeros_like(training), mask, Rule(level, normalise=True))
-        torch.testing.assert_close(found.weights[:, 0], tensor([2 / mean, 1 / mean]))
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_carries_a_gradient(level):
     training, rollout = (x.requires_grad_() for x in log_probs())

@@ -12,50 +12,6 @@ from support.oracles import LEVELS, Rule
 from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
 
 
-def test_metrics_by_hand():
-    """Two sequences with differences (log 2, 0) and (-log 4): the ratios are 2, 1 and 1/4."""
-    training = torch.tensor([[math.log(2) - 1, -1.0], [-math.log(4) - 2, 7.0]], dtype=torch.float64)
-    rollout = torch.tensor([[-1.0, -1.0], [-2.0, 9.0]], dtype=torch.float64)
-    mask = torch.tensor([[True, True], [True, False]])
-    rule = Rule("sequence", upper=1.5, bands=(("seq_mean_k1", 0.5, 1.6),))
-    values = run(training, rollout, mask, rule).metrics.compute()
-    log2 = math.log(2)
-    by_hand = {
-        "log_ppl_diff": (-log2 / 2 + 2 * log2) / 2,
-        "log_ppl_abs_diff": (log2 / 2 + 2 * log2) / 2,
-        "log_ppl_diff_max": 2 * log2,
-        "log_ppl_diff_min": -log2 / 2,
-        "ppl_ratio": (2**-0.5 + 4) / 2,
-        "training_ppl": (math.e / 2**0.5 + 4 * math.e**2) / 2,
-        "rollout_ppl": (math.e + math.e**2) / 2,
-        "kl": (-log2 + 0 + 2 * log2) / 3,
-        "k3_kl": (1 - log2 + 0 + 1 / 4 - 1 + 2 * log2) / 3,
-        "chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
-        "chi2_seq": (4 + 1 / 16) / 2 - 1,
-        "rollout_is_mean": (1.5 + 1.5 + 0.25) / 3,
-        "rollout_is_raw_mean": (2 + 2 + 0.25) / 3,
-        "rollout_is_max": 2,
-        "rollout_is_min": 1 / 4,
-        "rollout_is_eff_sample_size": (3.25 / 3) ** 2 / ((2.25 + 2.25 + 0.0625) / 3),
-        "rollout_is_ratio_fraction_high": 1 / 2,
-        "rollout_is_ratio_fraction_low": 1 / 2,
-        "rollout_is_seq_mean": 1.75 / 2,
-        "rollout_is_seq_std": 1.25 / math.sqrt(2),
-        "rollout_rs_seq_mean_k1_mean": (-log2 / 2 - log2 / 2 + 2 * log2) / 3,
-        "rollout_rs_seq_mean_k1_max": 2 * log2,
-        "rollout_rs_seq_mean_k1_min": -log2 / 2,
-        "rollout_rs_seq_mean_k1_fraction_high": 1 / 2,
-        "rollout_rs_seq_mean_k1_fraction_low": 0,
-        "rollout_rs_seq_mean_k1_masked_fraction": 1 / 3,
-        "rollout_rs_seq_mean_k1_seq_masked_fraction": 1 / 2,
-        "rollout_rs_seq_mean_k1_seq_max_deviation": 2 * log2,
-        "rollout_rs_seq_mean_k1_seq_std": 2.5 * log2 / math.sqrt(2),
-        "rollout_rs_masked_fraction": 1 / 3,
-        "rejected_ratio": 1 / 2,
-    }
-    assert {name: values[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-13)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scale", [1e-8, 1e-6, 1e-4, 1e-2, 2.0])
 def test_metrics_hold_at_the_scale_of_diffusion_log_ratios(level, scale):

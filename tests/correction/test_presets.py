@@ -6,7 +6,6 @@ import pytest
 
 from flowgrpo_rc import RolloutCorrectionConfig as Config
 from flowgrpo_rc.correction.presets import PRESETS
-from flowgrpo_rc.correction.thresholds import parse_bands
 
 BYPASS = {"bypass_mode": True}
 REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
@@ -116,12 +115,3 @@ def test_a_preset_is_valid_and_has_the_documented_settings(name):
 def test_calls_of_the_documents(call, same):
     call.validate()
     assert vars(call) == PLAIN | same
-
-
-def test_the_usage_document_s_yaml_of_the_geometric_preset_is_the_preset():
-    """Its lower bound 0.999 and its upper bound 1.001 are the band 0.999_1.001."""
-    written = Config(
-        rollout_rs="geometric", rollout_rs_threshold=1.001, rollout_rs_threshold_lower=0.999, **VETO
-    )
-    assert written.rules() == Config.geo_rs().rules()
-    assert written.rules().bands == parse_bands("seq_mean_k1", "0.999_1.001")

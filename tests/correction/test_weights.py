@@ -46,36 +46,6 @@ def test_every_mode_at_every_level(level, mode, masking, more):
     assert found.metrics.compute() == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("mode", "weights", "kept"),
-    [
-        ("truncate", [0.1, 0.5, 1.0, 2.0, 2.0, 2.0], [1, 1, 1, 1, 1, 1]),
-        ("clip", [0.5, 0.5, 1.0, 2.0, 2.0, 2.0], [1, 1, 1, 1, 1, 1]),
-        ("mask", [0.1, 0.5, 1.0, 2.0, 4.0, math.exp(20)], [0, 1, 1, 1, 0, 0]),
-        ("icepop", [0.0, 0.5, 1.0, 2.0, 0.0, 0.0], [1, 1, 1, 1, 1, 1]),
-    ],
-)
-def test_modes_by_hand(mode, weights, kept):
-    """Ratios 0.1, 1/2, 1, 2, 4 and e^30; the bounds 1/2 and 2 are inside, up to rounding."""
-    ratio = torch.tensor(
-        [[0.1], [0.5 + 1e-12], [1.0], [2.0 - 1e-12], [4.0], [math.exp(30)]], dtype=torch.float64
-    )
-    mask = torch.ones(6, 1, dtype=torch.bool)
-    threshold = 2.0 if mode == "truncate" else "0.5_2.0"
-    config = RolloutCorrectionConfig(
-        rollout_is="token", rollout_is_mode=mode, rollout_is_threshold=threshold
-    )
-    found = Corrector(config)(ratio.log(), torch.zeros_like(ratio), mask)
-    assert found.weights.flatten().tolist() == pytest.approx(weights, rel=1e-11)
-    assert found.mask.flatten().tolist() == kept
-    values = found.metrics.compute()
-    assert values["rollout_is_ratio_fraction_high"] == pytest.approx(2 / 6)
-    assert values["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
-    assert values.get("rollout_is_oob_ratio") == (
-        None if mode == "truncate" else pytest.approx(3 / 6)
-    )
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_mask_mode_judges_the_weight_inside_the_safety_bound(level):
     """exp(-40) counts as exp(-20), which is above the lower bound of 1e-10."""

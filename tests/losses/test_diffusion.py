@@ -136,20 +136,6 @@ def test_value_and_gradient(mode, level, normalised, criterion, normalize):
 # --- PPO clip
 
 
-@pytest.mark.parametrize("level", [None, *LEVELS])
-def test_decoupled_with_rollout_equal_to_old_is_bypass_and_plain_ppo(level):
-    rollout, _, now, advantages = drawn()
-    rs = {"rollout_is": level, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
-    decoupled = RolloutCorrectionConfig(**rs)
-    full = diffusion_batch(rollout, old_log_probs=rollout, advantages=advantages)
-    batch, _ = apply_rollout_correction_to_diffusion_batch(full, decoupled)
-    found = value_and_gradient(loss_config(decoupled), now, batch)
-    plain = RolloutCorrectionConfig(bypass_mode=True)
-    other = value_and_gradient(loss_config(plain), now, bypass(rollout, advantages))
-    assert found[0] == other[0]
-    assert torch.equal(found[1], other[1])
-
-
 def test_on_policy_the_gradient_is_that_of_the_policy_gradient():
     rollout, _, _, advantages = drawn()
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=1e-5, adv_clip=100)

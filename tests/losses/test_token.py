@@ -236,31 +236,6 @@ def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, c
     assert_same(found, expect)
 
 
-def test_gspo_by_hand():
-    """s = exp(0.1) in each row.
-
-    A = 1 is clipped at 1.05, A = -1 is not; each token has half of the gradient.
-    """
-    move = torch.tensor([[0.2, 0.0], [0.3, -0.1]], dtype=torch.float64)
-    advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)
-    batch = apply_bypass_mode(
-        token_batch(torch.zeros_like(move), move == move, advantages=advantages)
-    )
-    config = loss_config(
-        RolloutCorrectionConfig(bypass_mode=True),
-        loss_mode="gspo",
-        clip_ratio_high=0.05,
-        clip_ratio_c=None,
-        loss_agg_mode="seq-mean-token-mean",
-    )
-    s = math.exp(0.1)
-    value, gradient = found_for(config, batch, move)
-    assert value == pytest.approx((-1.05 + s) / 2, abs=1e-15)
-    torch.testing.assert_close(
-        gradient, torch.tensor([[0, 0], [s / 4, s / 4]], dtype=torch.float64)
-    )
-
-
 # --- Pieces
 
 
@@ -410,16 +385,3 @@ def test_in_bypass_mode_the_correction_reports_under_its_prefix(metric_names):
 def test_wrong_loss_settings_name_the_key(given, key):
     with pytest.raises(ValueError, match=rf"actor\.token_loss\.{key}"):
         TokenLossConfig(**given).validate()
-
-
-def test_the_defaults_are_verl_s():
-    TokenLossConfig().validate()
-    TokenLossConfig(clip_ratio_c=None).validate()
-    assert vars(TokenLossConfig()) == {
-        "loss_mode": "ppo_clip",
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.2,
-        "clip_ratio_c": 3.0,
-        "loss_agg_mode": "token-mean",
-        "options": {},
-    }
