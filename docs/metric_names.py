@@ -98,6 +98,8 @@ _ADVANTAGES = _section(
         on, with `actor.train_n`.
     zero_std_ratio | fraction | Groups whose rewards are all equal, and which therefore teach
         nothing.
+    advantages/single_ratio | fraction | Groups of which one sample at most has a reward.
+    advantages/identical_ratio | fraction | Groups whose samples are all the same.
     """,
 )
 _UPDATE = _section(

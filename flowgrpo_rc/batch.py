@@ -273,6 +273,11 @@ class Batch:
         raise NotImplementedError
 
     @property
+    def ends(self) -> Tensor:
+        """Returns what each sample has become, [B, ...]; equal only for samples that are equal."""
+        raise NotImplementedError
+
+    @property
     def num_elements(self) -> int:
         """Returns the number of elements, D, that the log-probability of a step is a mean over."""
         raise NotImplementedError
@@ -365,6 +370,11 @@ class DiffusionBatch(Batch):
         return torch.ones_like(self.step_indices, dtype=torch.bool)
 
     @property
+    def ends(self) -> Tensor:
+        """Returns the last states of the window, [B, ...]; what comes after is deterministic."""
+        return self.all_latents[:, -1]
+
+    @property
     def num_elements(self) -> int:
         """Returns the number of elements of one sample's latents, D."""
         return self.all_latents.shape[2:].numel()
@@ -434,6 +444,11 @@ class TokenBatch(Batch):
     def step_mask(self) -> Tensor:
         """Returns the mask of the responses, bool, [B, T]."""
         return self.response_mask
+
+    @property
+    def ends(self) -> Tensor:
+        """Returns the tokens, [B, T]; -1 at the padding."""
+        return self.response_ids.masked_fill(~self.response_mask, -1)
 
     @property
     def num_elements(self) -> int:

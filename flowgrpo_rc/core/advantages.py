@@ -193,10 +193,25 @@ def farthest(advantages: Tensor, group: Tensor, size: int) -> Tensor:
     return order[place < size].sort().values
 
 
-def advantage_metrics(advantages: Advantages, valid: Tensor) -> MetricBag:
-    """Measures advantages over the samples that are `valid`, [B] bool."""
+def advantage_metrics(
+    advantages: Advantages, valid: Tensor, group: Tensor, ends: Tensor
+) -> MetricBag:
+    """Measures advantages, and what leaves a group without any.
+
+    Args:
+      advantages: those of the batch.
+      valid: samples that have a reward and take part, [B] bool.
+      group: int64, [B]; the group of each sample.
+      ends: what each sample has become, [B, ...]; equal only for samples that are equal.
+    """
+    members = [(group == one).nonzero().squeeze(1) for one in group.unique()]
+    single = torch.stack([valid[rows].sum() < 2 for rows in members])
+    # Group by group, since a copy of all samples would be large.
+    identical = torch.stack([(ends[rows] == ends[rows[0]]).all() for rows in members])
     metrics = MetricBag()
     metrics.mean("zero_std_ratio", advantages.zero_std.double())
+    metrics.mean("advantages/single_ratio", single.double())
+    metrics.mean("advantages/identical_ratio", identical.double())
     metrics.mean("advantages/mean", advantages.values, valid)
     metrics.mean("advantages/_square", advantages.values**2, valid)
     metrics.max("advantages/max", advantages.values, valid)

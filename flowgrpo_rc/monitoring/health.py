@@ -16,13 +16,15 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.metric_names import other_names
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.monitoring.guards import Guards
-from flowgrpo_rc.monitoring.health_rules import FAULT, RULES, Setup
+from flowgrpo_rc.monitoring.health_rules import FAULT, MOST_EQUAL, RULES, Setup
 from flowgrpo_rc.monitoring.mismatch import advised_clip_ratio
 from flowgrpo_rc.monitoring.pictures import PictureWatch
 
 DECOUPLED_PREFIX = "rollout_corr/"
 BYPASS_PREFIX = "actor/rollout_corr/"
 
+_MOST = 0.5  # share of the groups that most of them are
+_CONSTANT = 1e-6  # a standard deviation below that share of its mean is rounding
 _WINDOW = 5  # steps that a majority is taken of
 DRIFT = 3.0  # how far pictures may move, in standard deviations between those of the base
 GAIN = 0.25  # from which rise of the reward on this is held against them, in its own ones
@@ -132,7 +134,37 @@ def _measured(metrics: Metrics, setup: Setup) -> dict[str, str]:
         "mean": f" ({mean[1]:.2g} on average)" if mean else "",
         "half": f", and {half.format(over[1])}" if over else "",
         "ways": ", ".join(ways).removeprefix("or "),
+        "equal": _why_equal(metrics, setup),
     }
+
+
+def _why_equal(metrics: Metrics, setup: Setup) -> str:
+    """Returns why the rewards of the groups are equal, and what helps."""
+
+    def share(name: str) -> float:
+        found = _finite(metrics, f"advantages/{name}")
+        return found[1] if found else 0.0
+
+    nothing = "the samples of a prompt all have one reward, so that nothing is learnt:"
+    noise = "rollout.temperature" if setup.text else "rollout.algo.noise_level"
+    mean, std = _finite(metrics, "reward/mean"), _finite(metrics, "reward/std")
+    identical = share("identical_ratio")
+    if share("single_ratio") > _MOST:
+        return (
+            "one sample of a prompt at most has a reward, which leaves nothing to compare: look at "
+            "reward/failed_fraction and at the first failure in the log, or lower what rejects"
+        )
+    if mean and std and std[1] <= _CONSTANT * abs(mean[1]) and identical <= MOST_EQUAL:
+        return (
+            f"{nothing} the reward is {mean[1]:.4g} for every sample of every prompt; see whether "
+            "it looks at the sample, or give another one in reward.terms"
+        )
+    if identical > _MOST:
+        return f"{nothing} they are identical; raise {noise}, or look at the engine"
+    return (
+        f"{nothing} its samples differ, and so do rewards of different prompts; raise rollout.n or "
+        f"{noise}, or give prompts that are neither too hard nor too easy"
+    )
 
 
 def _rejects(metrics: Metrics, setup: Setup) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
 MOST_CLIPPED = 0.3  # share of the differences that may lie outside the clip band
+MOST_EQUAL = 0.9  # share of the groups whose rewards may all be equal
 FAULT = 2.0  # mismatch over what the precisions explain, from which on it is a fault
 # Relative difference of a token's embeddings above which the token, or the encoder, is another one.
 OTHER_PROMPT = 0.5
@@ -166,6 +167,7 @@ RULES = (
         "actor.diffusion_loss.clip_ratio, or the k of auto:k (for text "
         "actor.token_loss.clip_ratio_low and clip_ratio_high)",
     ),
+    Rule("no_advantage", "zero_std_ratio", -inf, MOST_EQUAL, "{equal}"),
     Rule(
         *("rounded_latents", "rollout/latents_16bit_fraction", -inf, 0.5),
         "the engine stores latents in 16 bits, so that log-probs are those of other states; keep "

@@ -43,7 +43,7 @@ class AdvantageEstimator:
             valid,
             all_reduce=self.all_reduce,
         )
-        metrics.merge(advantage_metrics(found, valid))
+        metrics.merge(advantage_metrics(found, valid, batch.group, batch.ends))
         return found.values
 
     def chosen(self, advantages: Tensor, batch: Batch, metrics: MetricBag) -> Batch:

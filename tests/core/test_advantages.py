@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowgrpo_rc.core.advantages import (
     ESTIMATORS,
+    advantage_metrics,
     estimate,
     farthest,
     group_decoupled,
@@ -227,3 +228,25 @@ def test_the_farthest_of_groups_that_are_mixed():
         for row in sorted(rows, key=lambda row: -abs(float(advantages[row])))[:3]
     ]
     assert farthest(advantages, group, 3).tolist() == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_what_leaves_a_group_without_advantages(kind: str) -> None:
+    """Four groups of two: all is well, a reward is missing, samples are equal, rewards are."""
+    ends = torch.tensor([1, 2, 3, 4, 5, 5, 6, 7])
+    if kind == "images":
+        latents = torch.zeros(8, 3, 2)
+        latents[:, -1, 1] = ends.float()
+        batch = diffusion_batch(torch.zeros(8, 2)).replace(all_latents=latents)
+    else:
+        mask = torch.tensor([[True, False]] * 8)
+        padding = torch.arange(8)
+        ids = torch.stack([ends, padding], 1)
+        batch = token_batch(torch.zeros(8, 2), mask).replace(response_ids=ids)
+    rewards = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 6.0, 6.0])
+    valid = torch.arange(8) != 2
+    found = group_relative(rewards, batch.group, valid)
+    metrics = advantage_metrics(found, valid, batch.group, batch.ends)
+    row = metrics.compute()
+    assert row["zero_std_ratio"] == 3 / 4
+    assert row["advantages/single_ratio"] == row["advantages/identical_ratio"] == 1 / 4

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.runs import LEFT, Train, read_rows, stopped_and_whole
 
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.records.rollout_files import load_rollout
 
@@ -55,6 +56,43 @@ def test_an_engine_with_coarse_weights_is_reported_in_a_small_run(
     assert train_text(*larger, "rollout.name=support.faulty_engines.CoarseTextWeights") == 0
     (warning,) = (tmp_path / "run" / "health.jsonl").read_text().splitlines()
     assert "mismatch_over_expected" in warning
+
+
+def always(sample: str, prompt: Prompt) -> float:
+    return 0.25
+
+
+def of_few(sample: str, prompt: Prompt) -> float | None:
+    """Scores one sample of a step."""
+    of_few.calls += 1  # type: ignore[attr-defined]
+    return 1.0 if of_few.calls % 16 == 0 else None  # type: ignore[attr-defined]
+
+
+of_few.calls = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        (f"reward.terms.own.path={__name__}:always", "the reward is 0.25 for every sample"),
+        (f"reward.terms.own.path={__name__}:of_few", "reward/failed_fraction"),
+        ("rollout.temperature=1e-6", "they are identical; raise rollout.temperature"),
+    ],
+)
+def test_a_run_that_learns_nothing_says_why(
+    train_text: Train, tmp_path: Path, further: tuple[str, ...], words: str
+) -> None:
+    own = ("reward.terms.exact_match.weight=0", "reward.terms.own._target_=function")
+    given = (*own, *further) if "own" in further[0] else further
+    more = (
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=-1",
+        "reward.max_failed_fraction=1",
+    )
+    assert train_text(*given, *more, "trainer.val_before_train=false") == 0
+    lines = (tmp_path / "run" / "health.jsonl").read_text().splitlines()
+    (warning,) = [line for line in lines if "zero_std_ratio" in line]
+    assert words in warning
 
 
 SETTINGS = {

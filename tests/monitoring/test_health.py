@@ -238,6 +238,32 @@ def test_a_run_knows_what_its_quantization_explains() -> None:
     assert [bool(quantized(name)) for name in (None, "int8", "int4")] == [False, False, True]
 
 
+EQUAL = {"zero_std_ratio": 0.95, "reward/mean": 0.5, "reward/std": 0.2}
+EQUAL |= {"advantages/single_ratio": 0.0, "advantages/identical_ratio": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reward/std": 1e-9}, "the reward is 0.5 for every sample of every prompt"),
+        ({"reward/mean": 0.0, "reward/std": 0.0}, "the reward is 0 for every sample"),
+        ({"advantages/single_ratio": 0.95}, "reward/failed_fraction"),
+        ({"advantages/identical_ratio": 0.95}, "they are identical; raise rollout.algo.noise"),
+        ({}, "raise rollout.n or rollout.algo.noise_level"),
+    ],
+)
+def test_groups_without_advantages_are_reported_with_the_reason(
+    changes: dict[str, float], words: str
+) -> None:
+    monitor = HealthMonitor(settings_of())
+    healthy = {"zero_std_ratio": 0.9}
+    said = [monitor.update(step, EQUAL | changes | healthy) for step in (1, 2, 3)]
+    said += [monitor.update(step, EQUAL | changes) for step in (4, 5, 6, 7)]
+    assert [len(found) for found in said] == [0, 0, 0, 0, 0, 1, 0]
+    assert said[5][0].startswith("zero_std_ratio is 0.95, above 0.9: ")
+    assert words in said[5][0]
+
+
 SIZE = "rollout_corr/rollout_is_eff_sample_size"
 
 
