@@ -39,7 +39,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"algorithms": "policy gradients in two modes, DiffusionNFT; one protocol"},
     {"training": "the loop: trainer, update, tasks, sources"},
     {"config": "the settings, Hydra, all checks, keys of verl-omni"},
-    {"build": "assembles a run", "export": "LoRA for others, model card"},
+    {"build": "assembles a run", "exports": "LoRA for others, model card"},
     {
         "calibration": "measures engine against trainer, finds settings",
         "planning": "memory, work and workers of a run",

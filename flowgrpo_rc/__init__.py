@@ -100,5 +100,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Lists the public names, whether imported or not."""
-    return sorted({*globals(), *__all__})
+    """Lists the public names alone, whether imported or not."""
+    return [*__all__, "__version__"]

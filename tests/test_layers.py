@@ -22,7 +22,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What only some parts may import from outside.
 RESTRICTED = {
-    "diffusers": {"models", "policies", "rollout", "training", "export"},
+    "diffusers": {"models", "policies", "rollout", "training", "exports"},
     "transformers": {"models", "policies", "rollout", "rewards", "training"},
     "hydra": {"config"},
     "omegaconf": {"config", "cli"},

@@ -10,9 +10,9 @@ from huggingface_hub import HfApi
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.finding import checkpoint_and_run
 from flowgrpo_rc.config.tree import stored_config
-from flowgrpo_rc.export.hub import check_push, push
-from flowgrpo_rc.export.lora import export_lora
-from flowgrpo_rc.export.model_card import check_card, write_model_card
+from flowgrpo_rc.exports.hub import check_push, push
+from flowgrpo_rc.exports.lora import export_lora
+from flowgrpo_rc.exports.model_card import check_card, write_model_card
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.checkpoint import CheckpointError, load_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder

@@ -24,8 +24,8 @@ from flowgrpo_rc.distributed.child import say_error
 from flowgrpo_rc.distributed.memory import OutOfMemory, free_memory, out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
-from flowgrpo_rc.export.lora import export_lora
-from flowgrpo_rc.export.model_card import write_model_card
+from flowgrpo_rc.exports.lora import export_lora
+from flowgrpo_rc.exports.model_card import write_model_card
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints, load_checkpoint

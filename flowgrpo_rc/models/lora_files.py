@@ -1,7 +1,7 @@
 """The files that a LoRA is exported to: their names and keys, and loading one to train it further.
 
 Diffusion models have one file in the format of diffusers, language models two files in the format
-of peft, which transformers and vLLM read. `flowgrpo_rc.export` writes them.
+of peft, which transformers and vLLM read. `flowgrpo_rc.exports` writes them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from flowgrpo_rc.commands.export import export_checkpoint
-from flowgrpo_rc.export.hub import check_push, push
+from flowgrpo_rc.exports.hub import check_push, push
 
 TOKEN = "hf_" + "secretsecretsecret"
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from support.text_rollouts import lora_state, perturb, sample_texts
 from transformers import AutoModelForCausalLM
 
-from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.models.lora import add_lora

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.export.model_card import write_model_card
+from flowgrpo_rc.exports.model_card import write_model_card
 
 ROWS = [
     {"step": 0, "val/reward": 0.25, "val/ocr/exact": 0.125},

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.text_rollouts import lora_state, perturb
 
-from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.lora import add_lora
 

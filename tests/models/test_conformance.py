@@ -24,7 +24,7 @@ from support.tiny_models import VARIANTS, Tiny
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline
 from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.text_rollouts import lora_state
 from transformers import AutoModelForCausalLM
 
-from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora

@@ -17,7 +17,7 @@ from support.tiny_models import TINY, one_step_unipc, wan
 from flowgrpo_rc.batch import Conditioning
 from flowgrpo_rc.calibration.measure import with_guidance
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.models.networks import transformers

@@ -23,7 +23,7 @@ from flowgrpo_rc import RolloutCorrectionConfig, assets
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy

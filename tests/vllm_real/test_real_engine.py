@@ -25,7 +25,7 @@ from vllm_real.read_interface import VERSION, interface
 
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec
 from flowgrpo_rc.core.random import derive_seed, normal
-from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from flowgrpo_rc.export.model_card import CARD_NAME
+from flowgrpo_rc.exports.model_card import CARD_NAME
 from flowgrpo_rc.models.lora_files import CONFIG_NAME, EXPORT_NAMES
 from flowgrpo_rc.redaction import redact
 
