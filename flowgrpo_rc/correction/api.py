@@ -18,7 +18,12 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs, row_blocks
+from flowgrpo_rc.correction.correct import (
+    Correction,
+    Corrector,
+    require_rollout_log_probs,
+    row_blocks,
+)
 from flowgrpo_rc.correction.diagnostics import put_gap
 from flowgrpo_rc.correction.log_ratios import compute_log_ratios
 from flowgrpo_rc.correction.thresholds import RS_KEY, STEP_KL
@@ -82,7 +87,10 @@ def compute_rollout_correction_and_rejection_mask(
         response_mask=response_mask,
         step_kl=step_kl,
     )
-    corrector = _corrector(
+    found = _corrected(
+        old_log_prob,
+        rollout_log_prob,
+        response_mask,
         step_kl,
         rollout_is=rollout_is,
         rollout_is_threshold=rollout_is_threshold,
@@ -94,7 +102,6 @@ def compute_rollout_correction_and_rejection_mask(
         rollout_token_veto_threshold=rollout_token_veto_threshold,
         normalize=normalize,
     )
-    found = corrector(old_log_prob, rollout_log_prob, response_mask.bool(), step_kl=step_kl)
     metrics = MetricBag()
     metrics.merge(found.metrics, "rollout_corr")
     return CorrectionResult(found.weights, found.mask.to(response_mask.dtype), metrics.compute())
@@ -125,15 +132,17 @@ def compute_rollout_correction_weights(
         floating-point numbers.
     """
     _check_tensors(log_ratio=log_ratio, response_mask=response_mask)
-    corrector = _corrector(
+    found = _corrected(
+        log_ratio,
+        torch.zeros_like(log_ratio),
+        response_mask,
         rollout_is=rollout_is,
         rollout_is_threshold=rollout_is_threshold,
         rollout_is_mode=rollout_is_mode,
         rollout_is_batch_normalize=rollout_is_batch_normalize,
     )
-    weights = corrector(log_ratio, torch.zeros_like(log_ratio), response_mask.bool()).weights
-    assert weights is not None
-    return weights
+    assert found.weights is not None
+    return found.weights
 
 
 def compute_rollout_rejection_mask(
@@ -162,14 +171,15 @@ def compute_rollout_rejection_mask(
         floating-point numbers.
     """
     _check_tensors(log_ratio=log_ratio, response_mask=response_mask, step_kl=step_kl)
-    corrector = _corrector(
+    found = _corrected(
+        log_ratio,
+        torch.zeros_like(log_ratio),
+        response_mask,
         step_kl,
         rollout_rs=rollout_rs,
         rollout_rs_threshold=rollout_rs_threshold,
         rollout_rs_threshold_lower=rollout_rs_threshold_lower,
     )
-    rollout_log_probs = torch.zeros_like(log_ratio)
-    found = corrector(log_ratio, rollout_log_probs, response_mask.bool(), step_kl=step_kl)
     return found.mask.to(response_mask.dtype)
 
 
@@ -263,14 +273,20 @@ apply_bypass_mode_to_diffusion_batch = apply_bypass_mode
 apply_rollout_correction_to_diffusion_batch = apply_rollout_correction_to_batch
 
 
-def _corrector(step_kl: Tensor | None = None, **settings: Any) -> Corrector:
-    """Makes a corrector of a user's settings, after they were checked."""
+def _corrected(
+    training_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    step_kl: Tensor | None = None,
+    **settings: Any,
+) -> Correction:
+    """Corrects log-probs as a user's settings say, after these were checked."""
     config = RolloutCorrectionConfig(**settings)
     config.validate()
     corrector = Corrector(config)
     if step_kl is not None and not corrector.rules.needs_step_kl:
         raise ValueError(f"step_kl has no effect without {RS_KEY}={STEP_KL}: drop it, or set that")
-    return corrector
+    return corrector(training_log_probs, rollout_log_probs, response_mask.bool(), step_kl=step_kl)
 
 
 def _check_tensors(**tensors: Tensor | None) -> None:

@@ -45,14 +45,7 @@ class Scale(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """Samples that a band has judged.
-
-    Attributes:
-      band: the criterion.
-      seed: which samples, [b].
-      value: their statistic, [b, T] or [b, 1].
-      scale: centre and spread that each value was judged by, of its shape.
-    """
+    """Samples that a band has judged: their seeds, [b], statistics and the scale at each."""
 
     band: Band
     seed: Tensor
@@ -167,11 +160,8 @@ class AutoBands:
     def reasons(self, seed: int) -> list[Reason]:
         """Returns which bands rejected a sample of this iteration, or of the one just finished.
 
-        Args:
-          seed: the sample.
-
-        Returns:
-          For each such band the value that lies farthest outside, and the bounds that it had there.
+        For each such band it is the value that lies farthest outside, with the bounds that it had
+        there.
         """
         worst: dict[str, tuple[float, Reason]] = {}
         for band, seeds, value, scale in self._judged:
@@ -188,11 +178,7 @@ class AutoBands:
         return [reason for _, reason in worst.values()]
 
     def finish(self, gather: Gather) -> None:
-        """Ends an iteration: the bands take in what all processes have seen.
-
-        Args:
-          gather: joins the rows of all processes.
-        """
+        """Ends an iteration: the bands take in what all processes have seen."""
         for band in self._bands:
             self._histories[band.name].finish(gather)
             self._scales[band.name] = self._scale(band)
@@ -228,13 +214,8 @@ def stage_of(updates: int) -> int:
 def observed(ratios: LogRatios, band: Band) -> Tensor:
     """Computes the statistic of a criterion with the size of a log-ratio.
 
-    Args:
-      ratios: log-ratios of a block of rows.
-      band: the criterion.
-
-    Returns:
-      k1 as it is, or sqrt(2 x) of a statistic x that is a square: of steps, [b, T], or of
-      sequences, [b, 1].
+    It is k1 as it is, or sqrt(2 x) of a statistic x that is a square: of steps, [b, T], or of
+    sequences, [b, 1].
     """
     value = statistic(ratios, band)
     return value if band.estimator == "k1" else torch.sqrt(2 * value)
@@ -250,14 +231,11 @@ def _reason(band: Band, value: float, centre: float, spread: float) -> Reason:
 
 
 def robust(values: Tensor, band: Band) -> Scale:
-    """Computes the median and the robust standard deviation of observations.
+    """Computes the median and the robust standard deviation of observations, float64 [N], without
+    nan.
 
-    Args:
-      values: the observations, float64, [N]; nan is left out.
-      band: the criterion. `AutoBands` says which deviation it has.
-
-    Returns:
-      Two scalars; (0, inf) for fewer than `WARM_UP` observations.
+    `AutoBands` says which deviation a criterion has. Both are scalars; (0, inf) for fewer than
+    `WARM_UP` observations.
     """
     median = torch.nanquantile(values, 0.5)
     if band.estimator == "k1":

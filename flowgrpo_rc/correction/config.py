@@ -142,14 +142,7 @@ class RolloutCorrectionConfig(Presets):
         return self.bypass_mode and self.loss_type == "ppo_clip"
 
     def rules(self) -> Rules:
-        """Parses the settings.
-
-        Returns:
-          What the maths applies.
-
-        Raises:
-          ValueError: if a threshold cannot be parsed, as in `validate`.
-        """
+        """Parses the settings, as the maths applies them; ValueError as in `validate`."""
         # The veto is compared with log-ratios: their exponentials could overflow.
         veto = self.rollout_token_veto_threshold
         bands = parse_bands(
@@ -169,10 +162,8 @@ class RolloutCorrectionConfig(Presets):
         )
 
     def validate(self) -> None:
-        """Checks all settings.
-
-        Raises:
-          ValueError: for a wrong or contradictory setting, naming the key and what is allowed.
+        """Raises ValueError for a wrong or contradictory setting, naming the key and what is
+        allowed.
         """
         self._validate_values()
         self._validate_contradictions()
@@ -187,10 +178,8 @@ class RolloutCorrectionConfig(Presets):
         return scaled or rules.level is not None or self.custom_correction is not None
 
     def load_custom(self) -> Callable[..., Any] | None:
-        """Finds the function that `custom_correction` names; None if the setting is null.
-
-        Raises:
-          ValueError: if there is no such function.
+        """Finds the function that `custom_correction` names; None if it is null, ValueError if
+        there is none.
         """
         path = self.custom_correction
         if path is None:

@@ -25,12 +25,7 @@ from flowgrpo_rc.correction.weights import Weights
 
 
 def put_gap(metrics: RowMetrics, ratios: LogRatios) -> None:
-    """Puts what `gap_metrics` needs of a block of rows.
-
-    Args:
-      metrics: takes in the columns.
-      ratios: log-ratios of the block.
-    """
+    """Puts what `gap_metrics` needs of a block of rows."""
     absolute = ratios.log_ratio.abs()
     metrics.put(
         "gap",
@@ -103,14 +98,7 @@ def gap_metrics(
 def put_weights(
     metrics: RowMetrics, ratios: LogRatios, weights: Weights, bounds: WeightBounds
 ) -> None:
-    """Puts what `weight_metrics` needs of a block of rows.
-
-    Args:
-      metrics: takes in the columns.
-      ratios: log-ratios of the block.
-      weights: their weights.
-      bounds: the bounds of the weights.
-    """
+    """Puts what `weight_metrics` needs of a block of rows and their weights."""
     # About 1: the square of 1 + 1e-8 has no digit left for the 1e-8.
     deviation = select_(weights.used - 1, ratios.unit_mask(weights.used))
     # As in verl, the extrema are those after the bounds for steps, and before for sequences.
@@ -212,14 +200,11 @@ def weight_metrics(
 def put_sequences(
     metrics: MetricBag, name: str, mean_B: Tensor, present_B: Tensor, *, centre: float
 ) -> None:
-    """Puts statistics of the mean of each sequence under the names that start with `name`_seq.
+    """Puts statistics of the mean of each sequence, [B], under the names that start with
+    `name`_seq.
 
-    Args:
-      metrics: takes in the metrics.
-      name: of the statistic.
-      mean_B: its mean over each sequence, [B].
-      present_B: bool, the sequences that have a finite step, [B].
-      centre: what deviations and moments are about; 1 for weights, which are near 1.
+    Sequences outside `present_B` have no finite step. Deviations and moments are about `centre`,
+    which is 1 for weights, since these are near 1.
     """
     deviation_B = mean_B - centre
     metrics.mean(f"{name}_seq_mean", mean_B, present_B)

@@ -63,13 +63,9 @@ class LogRatios(NamedTuple):
         return self.log_ratio_sum_B / self.num_finite_B.clamp(min=1)
 
     def unit_mask(self, values: Tensor) -> Tensor:
-        """Returns where `values` stand for something.
+        """Returns where `values` stand for something: of steps, [b, T], or of whole rows, [b, 1].
 
-        Args:
-          values: values of steps, [b, T], or of whole rows, [b, 1].
-
-        Returns:
-          The finite steps, bool [b, T], or the rows that have a finite step, bool [b, 1].
+        These are the finite steps, bool [b, T], or the rows that have a finite step, bool [b, 1].
         """
         if values.shape == self.finite_mask.shape:
             return self.finite_mask
@@ -78,9 +74,8 @@ class LogRatios(NamedTuple):
     def row_sum(self, values: Tensor) -> Tensor:
         """Computes the sum over the finite steps of each row, [b].
 
-        Args:
-          values: values of steps, [b, T], 0 where not finite; or of whole rows, [b, 1], which count
-            once for each finite step.
+        Values of steps, [b, T], are 0 where not finite; those of whole rows, [b, 1], count once for
+        each finite step.
         """
         if values.shape[1] == 1:
             return values.squeeze(1) * self.num_finite_B
@@ -153,13 +148,9 @@ def compute_log_ratios(
 
 
 def safe_expm1(log_ratio: Tensor) -> Tensor:
-    """Computes exp(log_ratio) - 1, exact for ratios near 1.
+    """Computes exp(log_ratio) - 1 in float64, exact for ratios near 1; a new tensor.
 
-    Args:
-      log_ratio: log-ratios, float64. Exponents above 600 count as 600, which keeps it finite.
-
-    Returns:
-      A new tensor of the same shape.
+    Exponents above 600 count as 600, which keeps it finite.
     """
     # A copy by clamp, then in place: new memory costs more than the arithmetic.
     return log_ratio.clamp(max=_LARGEST_EXPONENT).expm1_()

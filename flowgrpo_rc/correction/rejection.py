@@ -142,13 +142,8 @@ def inside(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) ->
 def put_decisions(
     metrics: RowMetrics, ratios: LogRatios, keep_mask: Tensor, num_catastrophic_B: Tensor
 ) -> None:
-    """Puts what `decision_metrics` needs of a block of rows.
-
-    Args:
-      metrics: takes in the columns.
-      ratios: log-ratios of the block.
-      keep_mask: bool, the steps that stay, [b, T].
-      num_catastrophic_B: number of steps below the veto of each row, [b]; zeros without a veto.
+    """Puts what `decision_metrics` needs of a block of rows: the steps that stay, bool [b, T], and
+    the number of steps below the veto of each row, [b], zeros without a veto.
     """
     metrics.put(
         "decisions",

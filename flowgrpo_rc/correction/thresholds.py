@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
+
+from flowgrpo_rc.plugins import did_you_mean
 
 KEY = "algorithm.rollout_correction"
 RS_KEY = f"{KEY}.rollout_rs"
@@ -98,8 +99,7 @@ def parse_bands(
     names = [OLDER_NAMES.get(name, name) for name in given]
     for name in names:
         if name not in (*CRITERIA, STEP_KL):
-            near = difflib.get_close_matches(name, (*CRITERIA, STEP_KL), n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            hint = did_you_mean(name, (*CRITERIA, STEP_KL))
             allowed = ", ".join((*CRITERIA, STEP_KL, *OLDER_NAMES))
             raise ValueError(f"{RS_KEY}={name!r}{hint}: allowed are {allowed}")
     if len(set(names)) != len(names):

@@ -74,16 +74,10 @@ def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
 
 
 def bound(weights: Tensor, bounds: WeightBounds) -> Tensor:
-    """Applies a mode to the weights outside [lower, upper].
+    """Applies a mode to weights of any shape outside [lower, upper].
 
-    Args:
-      weights: weights of any shape.
-      bounds: the mode, lower and upper bound. `truncate` lowers larger weights to `upper`; `clip`
-        moves weights to the nearer bound; `icepop` sets them to 0; `mask` leaves them as they are,
-        and `outside` takes their steps out of the mask.
-
-    Returns:
-      The weights after the bounds, of the same shape.
+    `truncate` lowers larger weights to `upper`; `clip` moves weights to the nearer bound; `icepop`
+    sets them to 0; `mask` leaves them as they are, and `outside` takes their steps out of the mask.
     """
     if bounds.mode == "truncate":
         return weights.clamp(max=bounds.upper)
@@ -105,14 +99,9 @@ def mean_weight_terms(ratios: LogRatios, weights: Weights, keep_mask: Tensor | N
 
         mean weight = sum of the totals / sum of the numbers, over all rows
 
-    Args:
-      ratios: log-ratios of a block of rows.
-      weights: their weights.
-      keep_mask: bool, [b, T]: the steps that count; None for all finite ones.
-
-    Returns:
-      Total and number of the weights of each row, float64 [2, b]: of its steps, or of the sequence
-      if it has a step that counts.
+    Steps outside `keep_mask`, bool [b, T], do not count; None for all finite ones. Returns total
+    and number of the weights of each row, float64 [2, b]: of its steps, or of the sequence if it
+    has a step that counts.
     """
     if keep_mask is None:
         total_B = ratios.row_sum(weights.used)

@@ -254,7 +254,7 @@ def test_wrong_specs_say_what_was_given_and_what_to_do(criteria, upper, lower, w
     ],
 )
 def test_an_unknown_criterion_names_the_nearest_and_all(given, nearest):
-    with pytest.raises(ValueError, match="did you mean " + nearest) as error:
+    with pytest.raises(ValueError, match="did you mean '" + nearest) as error:
         parse_bands(given, "0.5_2.0")
     assert all(name in str(error.value) for name in DOCUMENTED)
     assert given in str(error.value)
