@@ -32,13 +32,9 @@ B = TypeVar("B", bound=Batch)
 
 
 class TrainingGraph(Protocol):
-    """The network as an algorithm evaluates it; a `policies.base.Policy` is one.
+    """The network as an algorithm evaluates it; a `policies.base.Policy` is one."""
 
-    Attributes:
-      network: what is evaluated and trained.
-    """
-
-    network: Any
+    network: Any  # what is evaluated and trained
 
     def evaluate(self, piece: Any) -> Any:
         """Evaluates recorded steps, [b, t], in one forward; differentiable in the weights."""
@@ -48,19 +44,12 @@ class TrainingGraph(Protocol):
 
 
 class Forward(NamedTuple):
-    """One forward of the training graph, and the loss that is differentiated through it.
+    """One forward of the training graph, and the loss that is differentiated through it."""
 
-    Attributes:
-      piece: what was evaluated, [b, t].
-      now: what the graph says of it.
-      total: sum of the loss over the steps, scalar, before any division.
-      share: how much each step counts in `total`, [b, t]; a penalty on steps counts likewise.
-    """
-
-    piece: Any
-    now: Any
-    total: Tensor
-    share: Tensor
+    piece: Any  # what was evaluated, [b, t]
+    now: Any  # what the graph says of it
+    total: Tensor  # sum of the loss over the steps, scalar, before any division
+    share: Tensor  # how much each step counts in it, [b, t]; a penalty on steps counts likewise
 
 
 # Adds the gradient of a forward to that of the mini-batch, and frees its graph.
@@ -68,25 +57,17 @@ Backward = Callable[[Forward], None]
 
 
 class Algorithm(ABC, Generic[B]):
-    """Turns samples with advantages into gradients.
-
-    Attributes:
-      policy: the training graph.
-      decisions: which samples a correction rejected in this iteration; None if nothing does.
-      auto_bands: criteria that follow the mismatch, for the record of decisions; None for none.
-    """
+    """Turns samples with advantages into gradients."""
 
     policy: TrainingGraph
-    decisions: Decisions | None = None
-    auto_bands: AutoBands | None = None
+    decisions: Decisions | None = None  # of a correction in this iteration; None without one
+    auto_bands: AutoBands | None = None  # criteria that follow the mismatch, if there are any
 
     @abstractmethod
     def begin(self, batch: B, step: int) -> B:
-        """Returns the batch with what can be known before rewards and updates.
+        """Returns the samples of this process with what can be known before rewards and updates.
 
-        Args:
-          batch: the samples of this process.
-          step: the iteration, from 1.
+        Iterations count from 1.
         """
 
     def before_update(self, minis: Sequence[B]) -> list[B]:

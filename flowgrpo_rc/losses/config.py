@@ -81,8 +81,7 @@ class DiffusionLossConfig:
     def bounded_option(self, convention: str) -> str | None:
         """Returns the option that "auto:k" can follow: the loss says what it bounds by it.
 
-        Args:
-          convention: of the log-probs, `gaussian` or `peers`.
+        The convention is that of the log-probs, `gaussian` or `peers`.
         """
         loss = self.step_loss()
         # Any numbers do: only the name of the option is read.
@@ -108,13 +107,9 @@ class DiffusionLossConfig:
         return loss
 
     def loss(self, bound: Tensor | None = None) -> ImageLoss:
-        """Returns the loss that `loss_mode` names, with its options.
+        """Returns the loss that `loss_mode` names, with its options; ValueError for an unknown one.
 
-        Args:
-          bound: takes the place of "auto:k", [B, T]; None for the option's default.
-
-        Raises:
-          ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
+        `bound` takes the place of "auto:k", [B, T]; None for the option's default.
         """
         section = self
         # A loss takes numbers: the default stands for a bound that no forward has told yet.
@@ -170,11 +165,7 @@ class TokenLossConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def loss(self) -> TokenLoss:
-        """Returns the loss that `loss_mode` names, with its options.
-
-        Raises:
-          ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
-        """
+        """Returns the loss that `loss_mode` names; ValueError for an unknown one."""
         loss: TokenLoss = make_loss(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS)
         return loss
 
@@ -217,12 +208,8 @@ class LossConfig:
 def with_options(section: Mapping[str, Any], config: type) -> dict[str, Any]:
     """Moves the keys of a section that are no fields of `config` into its `options`.
 
-    Args:
-      section: the section as a user writes it, such as {"loss_mode": "my.Loss", "width": 0.1}.
-      config: DiffusionLossConfig or TokenLossConfig.
-
-    Returns:
-      The section in the form of `config`, {"loss_mode": "my.Loss", "options": {"width": 0.1}}.
+    {"loss_mode": "my.Loss", "width": 0.1} becomes {"loss_mode": "my.Loss", "options": {"width":
+    0.1}}.
     """
     known = {item.name for item in fields(config)}
     found = {name: value for name, value in section.items() if name in known}

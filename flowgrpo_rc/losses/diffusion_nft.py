@@ -80,15 +80,7 @@ class DiffusionNFT(ForwardLoss):
 
 
 def _distance(error: Tensor, sigma: Tensor) -> Tensor:
-    """Computes the weighted error of the predicted clean sample.
-
-    Args:
-      error: target minus velocity, [b, t, ...].
-      sigma: the noise level, [b, t].
-
-    Returns:
-      [b, t].
-    """
+    """Computes the weighted error of the predicted clean sample, [b, t]."""
     clean_error = error.flatten(2) * sigma.unsqueeze(2)
     # float64: the loss is divided by this mean over D elements.
     size = clean_error.detach().double().abs().mean(2).clamp(min=SMALLEST_ERROR)

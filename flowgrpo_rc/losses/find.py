@@ -12,12 +12,8 @@ PACKAGE = "flowgrpo_rc.losses"
 
 
 class LossSection(Protocol):
-    """A section of the configuration that names a loss.
-
-    Attributes:
-      loss_mode: name of a file in this folder, or `my_module.MyLoss`.
-      options: options that only this loss has. Options that several losses share are fields of the
-        section.
+    """A section of the configuration that names a loss; `options` are those that only this loss
+    has.
     """
 
     loss_mode: str
@@ -25,18 +21,11 @@ class LossSection(Protocol):
 
 
 def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str]) -> Any:
-    """Builds the loss class that a section names.
+    """Builds the loss class that a section, whose key is for messages, names.
 
-    Args:
-      key: the section's key, for messages.
-      section: the settings.
-      base: ImageLoss or TokenLoss.
-      shared: fields of the section that are options of some losses. A loss gets those that its
-        constructor has.
-
-    Raises:
-      ValueError: for an unknown loss, and for an option that the loss does not have, misses or
-        refuses.
+    Of the fields that are options of some losses, `shared`, a loss gets those that its constructor
+    has. ValueError for an unknown loss, and for an option that the loss does not have, misses or
+    refuses.
     """
     cls = find_class(key, section.loss_mode, base)
     names = option_names(cls)
@@ -73,15 +62,7 @@ def option_names(cls: type) -> list[str]:
 def check_effects(
     key: str, section: LossSection, base: type, shared: Sequence[str], read: Sequence[str]
 ) -> None:
-    """Raises ValueError for a setting without effect.
-
-    Args:
-      key: the section's key, for messages.
-      section: the settings.
-      base: ImageLoss or TokenLoss.
-      shared: fields of the section that are options of some losses.
-      read: those of them that the section's loss has.
-    """
+    """Raises ValueError for one of the `shared` settings that the loss does not read."""
     for name in shared:
         value = vars(section)[name]
         default = vars(type(section))[name]

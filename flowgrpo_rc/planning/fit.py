@@ -24,15 +24,10 @@ _DECODED = 4
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Bytes that grow evenly with the number of samples.
+    """Bytes that grow evenly with the number of samples."""
 
-    Attributes:
-      one: bytes for one sample.
-      more: bytes for each further one.
-    """
-
-    one: int
-    more: int
+    one: int  # for one sample
+    more: int  # for each further one
 
     def at(self, samples: int) -> int:
         """Returns the bytes for a number of samples."""

@@ -28,19 +28,12 @@ _OF_LORA = "4 bytes x LoRA parameters"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to plan.
+    """A run to plan."""
 
-    Attributes:
-      config: its settings, of a flow model.
-      model: on the meta device, with its LoRA.
-      processes: how many processes share a step.
-      nodes: how many machines they are spread over, evenly.
-    """
-
-    config: Config
-    model: FlowModel
-    processes: int = 1
-    nodes: int = 1
+    config: Config  # of a flow model
+    model: FlowModel  # on the meta device, with its LoRA
+    processes: int = 1  # that share a step
+    nodes: int = 1  # machines that they are spread over, evenly
 
     @property
     def strategy(self) -> str:

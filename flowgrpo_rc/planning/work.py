@@ -123,15 +123,10 @@ def _updates(job: Job) -> list[Count]:
 
 
 class Operations(NamedTuple):
-    """Floating-point operations of one sample at one denoising step; a product and a sum are two.
+    """Floating-point operations of a sample at a denoising step; a product and a sum are two."""
 
-    Attributes:
-      forward: of a forward without gradient, one of two where there is guidance.
-      update: of a forward with its backward.
-    """
-
-    forward: int
-    update: int
+    forward: int  # of a forward without gradient, one of two where there is guidance
+    update: int  # of a forward with its backward
 
     def of_a_step(self, job: Job) -> int:
         """Returns the operations of one process in one step, of its transformer alone."""

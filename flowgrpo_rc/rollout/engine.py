@@ -28,18 +28,13 @@ class RolloutRequest:
     """A request to sample `samples_per_prompt` times from each prompt.
 
     Rows are prompt-major: all samples of the first prompt come first.
-
-    Attributes:
-      spec: the sampler's settings, which the engine echoes.
-      seeds: one for each sample, [B]; everything random about a sample follows from its seed.
-      only: the rows that are wanted; None for all.
     """
 
     prompts: PromptBatch
     samples_per_prompt: int
-    spec: Spec
-    seeds: Sequence[int]
-    only: range | None = None
+    spec: Spec  # the sampler's settings, which the engine echoes
+    seeds: Sequence[int]  # [B]; everything random about a sample follows from its seed
+    only: range | None = None  # the rows that are wanted; None for all
 
     def rows(self) -> range:
         """Returns the rows that are wanted."""
@@ -57,18 +52,12 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest(RolloutRequest):
-    """A request for images or videos.
-
-    Attributes:
-      window: the steps of the schedule that are stochastic, [B, T] int64.
-      keep_means: whether the batch has to hold the means of these steps (`prev_sample_mean`).
-      decode: False if rewards score the latents alone.
-    """
+    """A request for images or videos."""
 
     spec: SamplerSpec
-    window: Tensor
-    keep_means: bool = False
-    decode: bool = True
+    window: Tensor  # the steps of the schedule that are stochastic, [B, T] int64
+    keep_means: bool = False  # whether the batch has to hold their means (`prev_sample_mean`)
+    decode: bool = True  # False if rewards score the latents alone
 
     @property
     def latent_seeds(self) -> Sequence[int]:

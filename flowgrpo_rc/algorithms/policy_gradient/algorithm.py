@@ -38,31 +38,19 @@ _MISMATCH = "noise_floor"
 
 
 class Seen(NamedTuple):
-    """What a loss was computed from.
-
-    Attributes:
-      piece: the samples.
-      log_probs: of the current policy, [b, t].
-      gaussian: the Gaussians of the steps, [b, t]; None for tokens.
-      terms: the terms of the loss.
-    """
+    """What a loss was computed from."""
 
     piece: Batch
-    log_probs: Tensor
-    gaussian: GaussianSteps | None
+    log_probs: Tensor  # of the current policy, [b, t]
+    gaussian: GaussianSteps | None  # of the steps, [b, t]; None for tokens
     terms: LossTerms
 
 
 class Told(NamedTuple):
-    """What forwards have told when their gradients have been added; `join` puts them together.
+    """What forwards have told when their gradients have been added; `join` puts them together."""
 
-    Attributes:
-      now: the forwards without their gradients, [b, t].
-      decision: the steps that are kept, bool [b, t]; None if the loss decided that.
-    """
-
-    now: Evaluation
-    decision: Tensor | None
+    now: Evaluation  # without gradients, [b, t]
+    decision: Tensor | None  # the steps that are kept, bool [b, t]; None if the loss decided that
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,35 +59,20 @@ class PolicyGradient(Algorithm[Any]):
 
     For each forward of an update a mode is asked for two things: `enter` before the loss and
     `observe` after it. `leave` comes after the last forward of a mini-batch.
-
-    Attributes:
-      policy: the training graph.
-      terms: computes the loss, such as `objective.Objective.terms`.
-      processes: the processes of the run.
-      monitor: measures the mismatch.
-      micro_batch_size: samples of a forward.
-      auto_bands: criteria with an `auto` threshold; None if there are none.
-      auto_clip: the bound of a loss that follows the mismatch, in bypass mode; None for a number.
-      whole_windows: whether the loss sees all steps of a sample at once.
-      keep_means: whether `leave` needs the means of the steps.
-      centered: whether the loss takes centered log-ratios to the rollout.
-      decisions: what the correction decided in this iteration, sample by sample.
-      prefix: prefix of the correction's metrics.
-      old_is_rollout: whether the old policy's log-probs are those of the rollout.
     """
 
-    prefix: ClassVar[str]
-    old_is_rollout: ClassVar[bool]
+    prefix: ClassVar[str]  # of the correction's metrics
+    old_is_rollout: ClassVar[bool]  # whether the old policy's log-probs are those of the rollout
     policy: Policy[Any]
-    terms: Loss
+    terms: Loss  # such as `objective.Objective.terms`
     processes: Processes
     monitor: MismatchMonitor
-    micro_batch_size: int
+    micro_batch_size: int  # samples of a forward
     auto_bands: AutoBands | None = None
-    auto_clip: AutoClip | None = None
-    whole_windows: bool = False
-    keep_means: bool = False
-    centered: bool = False
+    auto_clip: AutoClip | None = None  # in bypass mode; None for a bound that is a number
+    whole_windows: bool = False  # whether the loss sees all steps of a sample at once
+    keep_means: bool = False  # whether `leave` needs the means of the steps
+    centered: bool = False  # whether the loss takes centered log-ratios to the rollout
     decisions: Decisions = field(default_factory=Decisions)
     _metrics: MetricBag = field(default_factory=MetricBag, init=False)
 
@@ -107,21 +80,16 @@ class PolicyGradient(Algorithm[Any]):
     def enter(
         self, piece: Any, now: Evaluation, *, updates: int
     ) -> tuple[Any, GaussianSteps | None]:
-        """Returns a piece as the loss takes it, and the Gaussians of its steps.
+        """Returns a piece, [b, t], as the loss takes it, and the Gaussians of its steps.
 
-        Args:
-          piece: what one call of the loss sees, [b, t].
-          now: what a forward says of the current policy on it.
-          updates: how many updates of the iteration came before.
+        `now` is what a forward says of the current policy on it; `updates` of the iteration came
+        before.
         """
 
     @abstractmethod
     def leave(self, mini: Any, told: Told) -> Any:
-        """Returns a mini-batch with what its forwards have told, for later epochs.
-
-        Args:
-          mini: the mini-batch, [B, T].
-          told: by its forwards before its own update, [B, T].
+        """Returns a mini-batch, [B, T], for later epochs, with what its forwards have told before
+        its update.
         """
 
     def observe(self, seen: Seen, *, updated: bool) -> None:
@@ -175,21 +143,14 @@ class PolicyGradient(Algorithm[Any]):
     def _window(
         self, micro: Any, backward: Backward, metrics: MetricBag, updates: int
     ) -> tuple[Tensor, Told]:
-        """Differentiates a loss of all steps of a sample, with the memory of one forward.
-
-        By the chain rule, in two passes:
+        """Differentiates a loss of all steps of a sample, [b, T], with the memory of one forward.
 
             d loss / d weights = sum_t (d loss / d log_prob_t) (d log_prob_t / d weights)
 
-        The first evaluates all steps without graphs and differentiates the loss by their log-probs.
-        The second evaluates the steps of one forward with a graph, and multiplies. The exact KL and
-        the centered log-ratio of the steps, if the loss reads them, are treated like the log-probs.
-
-        Args:
-          micro: samples with all steps of their windows, [b, T].
-          backward: as of `loss`.
-          metrics: takes in the metrics of the loss.
-          updates: how many updates of the iteration came before.
+        The first pass evaluates all steps without graphs and differentiates the loss by their
+        log-probs. The second evaluates the steps of one forward with a graph, and multiplies. The
+        exact KL and the centered log-ratio of the steps, if the loss reads them, are treated like
+        the log-probs.
         """
         measured = self.policy.measure(micro, len(micro))
         micro, gaussian = self.enter(micro, measured, updates=updates)
@@ -244,11 +205,7 @@ class PolicyGradient(Algorithm[Any]):
 
 
 def _leaves(gaussian: GaussianSteps | None) -> list[Tensor]:
-    """Returns what a loss may differentiate besides log-probs: the KL and the centered log-ratio.
-
-    Args:
-      gaussian: Gaussians of the steps, [b, t]; None if steps are no Gaussians.
-    """
+    """Returns what a loss may differentiate besides log-probs: KL and centered log-ratio."""
     if gaussian is None:
         return []
     return [fact for fact in (gaussian.kl, gaussian.centered) if fact is not None]

@@ -19,9 +19,6 @@ class DiffusionObjective(Objective):
 
     In bypass mode the trainer gives one step at a time, so that every rejection level means the
     step, or with `bypass_level=window` all steps of a sample.
-
-    Args:
-      config: settings of the loss and the rollout correction; ValueError for a wrong loss.
     """
 
     def __init__(self, config: LossConfig) -> None:

@@ -194,19 +194,12 @@ def _put_loss(
 
 
 def shares(counted: Tensor, aggregation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Computes how much each step counts in the sum, and what the sum is divided by.
+    """Computes how much each step counts in the sum, [B, T], and what the sum is divided by,
+    float64.
 
-    token-mean: the mean over steps. seq-mean-token-sum: the mean over sequences of their sums.
-    seq-mean-token-mean: the mean over sequences of their means. A sequence without a counted step
-    is not a sequence of the mean.
-
-    Args:
-      counted: bool, the steps that the mean is taken over, [B, T].
-      aggregation: one of the three means.
-      dtype: of the shares.
-
-    Returns:
-      The share of each step, [B, T], and the number of steps or sequences, float64 scalar.
+    token-mean: the mean over the steps in `counted`, bool [B, T]. seq-mean-token-sum: the mean over
+    sequences of their sums. seq-mean-token-mean: the mean over sequences of their means. A sequence
+    without a counted step is not a sequence of the mean.
     """
     share = counted.to(dtype)
     counted_B = counted.sum(1)

@@ -15,9 +15,6 @@ from flowgrpo_rc.losses.config import LossConfig
 class TokenObjective(Objective):
     """The loss of GRPO on whole responses; rejected tokens leave the mean, as in the documents for
     language models.
-
-    Args:
-      config: settings of the loss and the rollout correction; ValueError for a wrong loss.
     """
 
     def __init__(self, config: LossConfig) -> None:

@@ -38,24 +38,17 @@ from flowgrpo_rc.training.tasks.task import Task
 
 @dataclass(eq=False)
 class ImageTask(Task):
-    """The task of a flow model.
-
-    Attributes:
-      keep_means: whether the rollout has to record the means of its steps.
-      decode: whether samples are needed beside their latents.
-      seeded: whether the engine says that it draws the noise of the samples' seeds.
-      tf32: whether products of fp32 matrices round to TF32, in the rollout as in the update.
-    """
+    """The task of a flow model."""
 
     model: FlowModel
     policy: FlowPolicy
     config: RolloutConfig
     seed: int
     _: KW_ONLY
-    keep_means: bool = False
-    decode: bool = True
-    seeded: bool = False
-    tf32: bool = False
+    keep_means: bool = False  # whether the rollout has to record the means of its steps
+    decode: bool = True  # whether samples are needed beside their latents
+    seeded: bool = False  # whether the engine says that it draws the noise of the samples' seeds
+    tf32: bool = False  # whether products of fp32 matrices round to TF32, here and in the update
 
     def __post_init__(self) -> None:
         """Prepares the sampler of held-out samples, which keeps their encoded prompts."""
