@@ -39,10 +39,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
         return parse_mapping(path.read_bytes())
 
 
-def parse_mapping(text: str | bytes) -> dict[str, Any]:
-    """Parses JSON that holds a mapping, nested no deeper than readers can walk."""
+def parse_mapping(text: str | bytes, *, unique: bool = False) -> dict[str, Any]:
+    """Parses JSON that holds a mapping, nested no deeper than readers can walk.
+
+    With `unique`, a key that stands twice is refused; else its last value counts.
+    """
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels") from error
     if not isinstance(found, dict):
@@ -140,6 +143,14 @@ def _no_network(repository: str, cause: BaseException | None) -> str:
         f"hf download {repository} --local-dir my_model; then copy the folder here and give its "
         "path"
     )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {max(names, key=names.count)!r} twice")
+    return found
 
 
 def _items(node: Any) -> list[Any]:

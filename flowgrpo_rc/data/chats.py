@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from flowgrpo_rc.data.readers import Row
 
 Messages = tuple[dict[str, object], ...]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+# A chat or a `reward_model` that was written as text, by JSON or by Python.
+_WRITTEN = re.compile(r"""\s*(\[\s*\{\s*["'](role|content)["']|\{.*["']ground_truth["'])""")
 
 
 def read_chat(row: Row, where: str, *, whole: bool) -> tuple[Row, Messages]:
     """Turns the columns of verl into those of this project; leaves other rows as they are.
 
     A chat becomes the text of its last user message, and its system message becomes metadata. A
-    ground truth that is a text becomes the target. Contents in parts are joined if all are texts.
+    ground truth that is a text becomes the target; beside any other one there is no target.
+    Contents in parts are joined if all are texts.
 
     Args:
       row: the columns.
@@ -26,10 +30,18 @@ def read_chat(row: Row, where: str, *, whole: bool) -> tuple[Row, Messages]:
       The columns, and the messages of the prompt: none if it is a text, or not `whole`.
 
     Raises:
-      ValueError: a message has no known role or no text, or there are too many or too few.
+      ValueError: a message has no known role or no text, there are too many or too few, or a column
+        holds a chat as text.
     """
     changed: dict[str, object] = dict(row)
     messages: Messages = ()
+    for column in ("prompt", "negative_prompt", "reward_model"):
+        text = row.get(column)
+        if isinstance(text, str) and _WRITTEN.match(text):
+            raise ValueError(
+                f"{where}: {column} is a list or an object that was written as text: give it as "
+                f"what it is, not {text!r:.100}"
+            )
     for column in ("prompt", "negative_prompt"):
         given = row.get(column)
         if not isinstance(given, list):
@@ -48,8 +60,9 @@ def read_chat(row: Row, where: str, *, whole: bool) -> tuple[Row, Messages]:
             messages = chat if whole else ()
             changed |= {"system_prompt": said["system"]} if "system" in said else {}
     match row:
-        case {"reward_model": {"ground_truth": str(truth)}} if "target" not in row:
-            changed["target"] = truth or None
+        case {"reward_model": {"ground_truth": truth}} if row.get("target") is None:
+            # Beside a truth that is no text none is guessed.
+            changed["target"] = (truth or None) if isinstance(truth, str | None) else ""
     return changed, messages
 
 
@@ -58,7 +71,7 @@ def _message(message: Any, where: str) -> dict[str, object]:
     found = dict(message) if isinstance(message, dict) else {}
     found = {name: value for name, value in found.items() if value is not None}
     match found.get("content"):
-        case [*parts] if all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        case [*parts] if all(map(_is_text, parts)):
             found["content"] = "".join(part["text"] for part in parts)
         case None if found.get("tool_calls"):
             found["content"] = ""
@@ -68,3 +81,12 @@ def _message(message: Any, where: str) -> dict[str, object]:
             f"a text as content; it has {message!r}"
         )
     return found
+
+
+def _is_text(part: Any) -> bool:
+    """Returns whether a part of a content is a text, and not a picture that may have a caption."""
+    return (
+        isinstance(part, dict)
+        and isinstance(part.get("text"), str)
+        and part.get("type") in (None, "text", "input_text")
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -26,6 +27,12 @@ from flowgrpo_rc.data.readers import Row, find_file, read_rows
 logger = logging.getLogger(__name__)
 _INCHES = re.compile("[0-9¼½¾⅛⅜⅝⅞]$")
 _TEXTS = ("prompt", "target", "negative_prompt")
+# Columns that a language model does not read, and why.
+_IGNORED = {
+    "tools": "prompts name none, and none is called",
+    "chat_template_kwargs": "model.chat_template_kwargs gives the options of all prompts",
+    "negative_prompt": "only models of images have one",
+}
 # `prompts` is the key of a suite.
 _SPLITS = {"data.train_files": "train", "data.val_files": "test", "prompts": "test"}
 
@@ -49,9 +56,9 @@ def read_prompts(
                   `data.val_files`
 
     The files of verl are understood too: a prompt may be a chat, and the target may be in
-    `reward_model.ground_truth`. A prompt without a target gets the text in its first pair of double
-    quotes. An image is a path relative to the prompt file, or its content: {"base64": ...}, in
-    parquet {"bytes": ...}; several are a list.
+    `reward_model.ground_truth`. A prompt of an image without a target gets the text in its first
+    pair of double quotes. An image is a path relative to the prompt file, or its content:
+    {"base64": ...}, in parquet {"bytes": ...}; several are a list.
 
     Args:
       paths: files or folders, one or several.
@@ -82,14 +89,12 @@ def read_prompts(
             where = f"{key}: {file}, {place}"
             _check_letters(row, where)
             plain, messages = read_chat(row, where, whole=chats)
-            prompt = _prompt(plain, where, len(prompts), require_target, negative_text)
+            prompt = _prompt(plain, where, len(prompts), require_target, negative_text, not chats)
             images = images_of(row, file.parent, where, most_images)
             prompts.append(replace(prompt, images=images, messages=messages))
-        if chats and any(row.get("tools") for _, row in rows):
-            logger.warning(
-                "%s: %s: the column tools is ignored: prompts name none, and none is called",
-                *(key, file),
-            )
+        for column, why in _IGNORED.items() if chats else ():
+            if any(row.get(column) for _, row in rows):
+                logger.warning("%s: %s: the column %s is ignored: %s", key, file, column, why)
     return prompts
 
 
@@ -105,7 +110,10 @@ def place_of(paths: str | Path | Sequence[str | Path], key: str, index: int) -> 
 
 def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Path]:
     """Returns the prompt files that `read_prompts` reads; ValueError if a folder lacks one."""
-    listed = [paths] if isinstance(paths, (str, Path)) else paths
+    one = isinstance(paths, str | Path) or not isinstance(paths, Sequence)
+    listed = [paths] if one else paths
+    if not all(isinstance(path, str | Path) for path in listed):
+        raise ValueError(f"{key}={paths!r}: give a prompt file, a folder, or a list of them")
     return [find_file(Path(path).expanduser(), _SPLITS[key], key) for path in listed]
 
 
@@ -121,6 +129,9 @@ def quoted_text(text: str) -> str | None:
         raise ValueError("an odd number of double quotes")
     if _INCHES.search(pieces[0]):
         raise ValueError("a double quote after a digit, which may be an inch mark")
+    half_curly = any(sum(map(piece.count, "“”„")) % 2 for piece in pieces)
+    if pieces[1] and ('""' in text or '\\"' in text or half_curly):
+        raise ValueError("double quotes that are escaped, doubled or mixed with curly ones")
     return pieces[1]
 
 
@@ -179,40 +190,56 @@ def shard(
     return PromptBatch(step=step, prompts=[prompts[slot] for slot in slots], slots=slots)
 
 
-def _prompt(row: Row, where: str, index: int, require_target: bool, negative_text: str) -> Prompt:
+def _prompt(
+    row: Row, where: str, index: int, require_target: bool, negative_text: str, guess: bool
+) -> Prompt:
     texts: dict[str, Any] = {name: row.get(name) for name in _TEXTS}
     for name, value in texts.items():
         if not isinstance(value, str | None):
             raise ValueError(f"{where}: {name} must be a text, got {value!r}")
     text, target, negative = texts.values()
-    if text is None or not text.strip():
-        raise ValueError(f"{where}: the prompt is {'missing' if text is None else 'empty'}")
-    if target is None:
+    if text is None:
+        columns = ", ".join(row) or "nothing"
+        raise ValueError(f"{where}: the prompt is missing: the row has {columns}, and no prompt")
+    if _is_blank(text):
+        raise ValueError(f"{where}: the prompt is empty")
+    if target is None and guess:
         try:
             target = quoted_text(text)
         except ValueError as error:
             if require_target:
                 raise ValueError(f'{where}: {text!r} has {error}: give the key "target"') from error
-    if require_target and (target is None or not target.strip()):
+    if require_target and (target is None or _is_blank(target)):
+        quoted = "put the text that the image should show between double quotes, or "
         raise ValueError(
             f"{where}: {text!r} has {'no' if target is None else 'an empty'} target; the reward "
-            "needs one: put the text that the image should show between double quotes, or give "
-            'the key "target"'
+            f'needs one: {quoted if guess else ""}give the key "target"'
         )
     return Prompt(
         text=text,
         index=index,
-        target=target if target and target.strip() else None,
+        target=None if target is None or _is_blank(target) else target,
         negative_text=negative_text if negative is None else negative,
         metadata={name: value for name, value in row.items() if name not in (*_TEXTS, *IMAGE_KEYS)},
     )
 
 
+def _is_blank(text: str) -> bool:
+    """Returns whether a reader sees nothing: spaces, and marks without a width."""
+    return all(
+        unicodedata.category(letter) in ("Zs", "Zl", "Zp", "Cc", "Cf") or letter in "\ufe0e\ufe0f"
+        for letter in text
+    )
+
+
 def _check_letters(row: Row, where: str) -> None:
-    """Raises ValueError for half a letter, which JSON can write and no file of UTF-8 can hold."""
+    """Raises ValueError for what is no letter: NUL, and half a letter, which JSON can write."""
     for name, value in row.items():
+        written = json.dumps([name, value], ensure_ascii=False, default=lambda other: None)
+        if r"\u0000" in written.replace(r"\\", ""):
+            raise ValueError(f"{where}: {name!r} holds NUL: if this is UTF-16, save it as UTF-8")
         try:
-            json.dumps([name, value], ensure_ascii=False, default=lambda other: None).encode()
+            written.encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise ValueError(f"{where}: {name!r} holds {half!r}, which is no UTF-8") from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from flowgrpo_rc.plugins import install_hint
-from flowgrpo_rc.reading import parse_mapping
+from flowgrpo_rc.reading import blaming, parse_mapping
 
 Row = Mapping[str, object]  # column -> value
 # How the file names of a folder may go on after `train` or `test`.
@@ -68,7 +68,7 @@ def _read_txt(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 def _read_jsonl(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     for place, line in _lines(file, key):
         try:
-            row = parse_mapping(line)
+            row = parse_mapping(line, unique=True)
         except ValueError as error:
             raise ValueError(
                 f'{key}: {file}, {place} must be an object such as {{"prompt": "..."}}: {error}'
@@ -78,15 +78,12 @@ def _read_jsonl(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 
 def _read_parquet(file: Path, key: str) -> Iterator[tuple[str, Row]]:
     try:
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import read_table
+        from pyarrow import parquet
     except ImportError as error:
         hint = install_hint("parquet")
         raise ValueError(f"{key}: reading {file} needs pyarrow: {hint}") from error
-    try:
-        rows = read_table(file).to_pylist()
-    except (ArrowInvalid, UnicodeDecodeError) as error:
-        raise ValueError(f"{key}: {file} is not a parquet file ({error})") from error
+    with blaming(f"{key}: {file}"):
+        rows = parquet.read_table(file).to_pylist()
     for number, row in enumerate(rows, start=1):
         yield f"row {number}", row
 
@@ -106,6 +103,7 @@ def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
         raise ValueError(f"{key}: {file} is not UTF-8 text ({error})") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield f"line {number}", line.strip()
+            # A file that was appended to another one may begin with a mark of its own.
+            yield f"line {number}", line.strip().removeprefix("\ufeff")
         elif len(lines) > 1:
             raise ValueError(f"{key}: {file}, line {number}: blank, before the end of the file")

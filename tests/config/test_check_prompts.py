@@ -198,12 +198,20 @@ def test_what_a_language_model_has_no_room_for(
     assert words in capsys.readouterr().err
 
 
-def test_a_column_of_tools_is_ignored_in_words(
-    chats: list[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("tools", [{"name": "add"}]), ("chat_template_kwargs", {"a": 1}), ("negative_prompt", "no")],
+)
+def test_a_column_that_is_not_read_is_ignored_in_words(
+    chats: list[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    column: str,
+    value: object,
 ) -> None:
     file = tmp_path / "chats.jsonl"
     rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("\n".join(json.dumps(row | {"tools": [{"name": "add"}]}) for row in rows))
+    file.write_text("\n".join(json.dumps(row | {column: value}) for row in rows))
     with caplog.at_level(logging.WARNING):
         assert main(["train", "--dry-run", *chats]) == 0
-    assert f"{file}: the column tools is ignored" in caplog.text
+    assert f"{file}: the column {column} is ignored" in caplog.text

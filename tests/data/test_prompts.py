@@ -57,6 +57,10 @@ def test_targets_are_optional_unless_required(tmp_path, monkeypatch):
         ('a 4½" by 6" card that says "HELLO"', None),
         ('"ROUTE 66" on a sign', "ROUTE 66"),  # a quote that closes may follow a digit
         ('a sign "HELLO" on a 5" by 7" card', "HELLO"),
+        ('a \\"big\\" sign that says \\"HELLO\\"', None),
+        ('"a sign that says ""HELLO"""', None),
+        ('a “HELLO" sign beside "OPEN”', None),
+        ('a sign "„HELLO“"', "„HELLO“"),
     ],
 )
 def test_quotes_that_do_not_pair_up_are_no_target(tmp_path, text, target):
@@ -66,7 +70,7 @@ def test_quotes_that_do_not_pair_up_are_no_target(tmp_path, text, target):
     rows = write(tmp_path / "a.jsonl", json.dumps({"prompt": text, "target": "OPEN"}))
     assert read_prompts(rows, require_target=True)[0].target == "OPEN"
     if target is None:
-        message = r'line 1: .*(odd number of double quotes|inch mark): give the key "target"'
+        message = r'line 1: .*(odd number of double|inch mark|curly ones).*: give the key "target"'
         for file in (lines, as_parquet(tmp_path / "a.parquet", [{"prompt": text}])):
             with pytest.raises(ValueError, match=message.replace("line", "(line|row)")):
                 read_prompts(file, require_target=True)
@@ -112,7 +116,13 @@ def test_several_files_share_one_numbering(tmp_path):
         ("a.txt", 'a "caf\udce9"', "is not UTF-8"),
         ("a.jsonl", '{"prompt": "a \\"b\\""}\n{"prompt": ', "line 2 must be an object"),
         ("a.jsonl", '["a"]', "line 1 must be an object"),
-        ("a.jsonl", '{"text": "a"}', "line 1: the prompt is missing"),
+        ("a.jsonl", '{"text": "a", "id": 1}', "line 1: the prompt is missing: .* has text, id"),
+        ("a.jsonl", '{"prompt": "a", "prompt": "b"}', "line 1 .* it has 'prompt' twice"),
+        ("a.txt", "a\0 \0c\0a\0t\0", "line 1: 'prompt' holds NUL: if this is UTF-16"),
+        ("a.jsonl", r'{"prompt": "\\u0000", "x": ["\u0000"]}', "line 1: 'x' holds NUL"),
+        ("a.txt", "\u200b", "line 1: the prompt is empty"),
+        ("a.txt", 'a "\u200b"', "line 1: .* has an empty target"),
+        ("a.jsonl", r'{"prompt": "a", "target": "\u2060\ufe0f"}', "line 1: .* has an empty target"),
         ("a.jsonl", '{"prompt": " "}', "line 1: the prompt is empty"),
         ("a.jsonl", '{"prompt": 3}', "line 1: prompt must be a text, got 3"),
         ("a.jsonl", r'{"prompt": "a \ud83d"}', r"line 1: 'prompt' holds '\\ud83d', .*no UTF-8"),
@@ -121,7 +131,7 @@ def test_several_files_share_one_numbering(tmp_path):
         ("a.jsonl", r'{"prompt": "a", "x": {"\udc00": 1}}', "line 1: 'x' .*no UTF-8"),
         ("a.jsonl", '{"prompt": "a \\"b\\"", "target": ""}', "line 1: .* has an empty target"),
         ("a.jsonl", '{"prompt": "a \\"b\\"", "target": 5}', "line 1: target must be a text, got 5"),
-        ("a.parquet", "not parquet", "is not a parquet file"),
+        ("a.parquet", "not parquet", "cannot be read: "),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, message):
@@ -135,6 +145,29 @@ def test_a_parquet_file_may_hold_bytes_where_text_belongs(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": broken}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"train_files: .*a\.parquet .*utf-8"):
         read_prompts(tmp_path / "a.parquet", require_target=False)
+
+
+def test_damaged_parquet_is_named_whatever_the_library_raises(tmp_path):
+    whole = as_parquet(tmp_path / "a.parquet", [{"prompt": f"cat {i}"} for i in range(99)])
+    content = bytearray(whole.read_bytes())
+    content[40:60] = b"\xff" * 20
+    whole.write_bytes(content)
+    late = pyarrow.table({"prompt": ["a"], "day": pyarrow.array([2**30], pyarrow.date32())})
+    parquet.write_table(late, tmp_path / "b.parquet")
+    for name in ("a", "b"):
+        with pytest.raises(ValueError, match=rf"train_files: .*{name}\.parquet cannot be read: "):
+            read_prompts(tmp_path / f"{name}.parquet", require_target=False)
+
+
+def test_files_that_were_joined_lose_the_mark_of_each(tmp_path):
+    path = write(tmp_path / "a.txt", "\ufeffa cat\n\ufeffa dog")
+    assert [p.text for p in read_prompts(path, require_target=False)] == ["a cat", "a dog"]
+
+
+@pytest.mark.parametrize("paths", [3, True, [None], {"a.txt": 1}, b"a.txt"])
+def test_what_is_no_path_is_refused(paths):
+    with pytest.raises(ValueError, match=r"data\.train_files=.*: give a prompt file, a folder"):
+        read_prompts(paths, require_target=False)
 
 
 def test_missing_file_and_no_file(tmp_path):
@@ -233,6 +266,13 @@ def test_chats_in_json_lines_and_prompts_that_are_texts(tmp_path):
     found = [(prompt.text, prompt.target) for prompt in prompts]
     assert found == [("a cat", None), ("plain text", None), ('an "X"', "own")]
     assert "system_prompt" not in prompts[1].metadata
+    truths = ("Y", 7, ["Y", "Z"], None)
+    rows = [verl_row("", truth, prompt='an "X"', target=None) for truth in truths]
+    path = write(tmp_path / "rows.jsonl", "\n".join(json.dumps(row) for row in rows))
+    found = [prompt.target for prompt in read_prompts(path, require_target=False)]
+    assert found == ["Y", None, None, "X"]  # beside another truth no target is guessed
+    with pytest.raises(ValueError, match=r"line 2: .* has an empty target"):
+        read_prompts(path, require_target=True)
     assert prompts[1].metadata["reward_model"]["ground_truth"] == {"class": "dog"}
 
 
@@ -245,10 +285,13 @@ def test_chats_in_json_lines_and_prompts_that_are_texts(tmp_path):
         ([{"role": "assistant", "content": "a"}], "row 2: prompt must be a text, or a chat"),
         ([{"role": "user", "content": None}], "row 2: prompt must be a text, or a chat"),
         ([{"role": "user", "content": " "}], "row 2: the prompt is empty"),
+        (json.dumps([SYSTEM]), "row 2: prompt is a list or an object that was written as text"),
     ],
 )
 def test_bad_chats_are_named(tmp_path, chat, message):
     rows = [verl_row("fine", "x"), verl_row("", "x", prompt=chat)]
+    if isinstance(chat, str):  # a column of parquet has one type
+        rows[0]["prompt"] = "fine"
     path = as_parquet(tmp_path / "a.parquet", rows)
     with pytest.raises(ValueError, match=message) as error:
         read_prompts(path, require_target=False)
@@ -275,7 +318,7 @@ def test_a_language_model_gets_all_messages(tmp_path, kind):
     prompt = one_prompt(tmp_path, kind, chat)
     # In parquet every message has a `name`, which is null in the others.
     assert prompt.said == prompt.messages == tuple(chat)
-    assert (prompt.text, prompt.target) == ('what is "2"?', "2")
+    assert (prompt.text, prompt.target) == ('what is "2"?', None)  # a quote is no answer
     assert prompt.metadata == {"system_prompt": "Describe the image."}
 
 
@@ -307,6 +350,8 @@ def test_a_plain_text_and_an_image_prompt_have_no_messages(tmp_path):
         ([{"role": "user", "content": None}], "a text as content"),
         ([{"role": "user", "content": 5}], "a text as content"),
         ([{"role": "user", "content": [{"type": "image"}]}], "a text as content"),
+        ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], "a text as content"),
+        (str([{"role": "user", "content": "a"}]), "is a list or an object .* written as text"),
         (["hello"], "it has 'hello'"),
         ([{"role": "user", "content": " "}], "the prompt is empty"),
     ],
