@@ -15,12 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 # Other formats that Pillow knows start programs or hold no picture.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-_BITS, _PHOTOMETRIC = 258, 262  # tags of TIFF
+_WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC = 256, 257, 258, 262  # tags of TIFF
 _ORIENTATION = 0x0112  # the EXIF tag of how a camera was held; 5 to 8 stand on their side
 _HELD = 16  # pictures that are kept; all samples of a prompt are scored against the same
 _FAULTS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
@@ -53,16 +53,26 @@ def rgb_pixels(image: Image.Image) -> np.ndarray:
 
 
 def verify_picture(picture: str | bytes) -> None:
-    """Checks that a picture is whole, by check sums where its format has some, or ValueError."""
+    """Checks that a picture is whole and the only one in its file, or ValueError."""
     with _opened(picture) as image:
-        image.verify()
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1 and image.format != "MPO":  # a photo, with maps for bright screens behind it
+            raise ValueError(f"it has {frames} frames or pages: save the one that is meant")
+        if image.format == "PNG":
+            image.verify()
+            return
+        image.draft("L", (1, 1))  # decodes a JPEG in small, which takes less time
+        image.load()
 
 
 def picture_size(picture: str | bytes) -> tuple[int, int]:
     """Returns width and height of a picture, of which the beginning is read, or ValueError."""
     with _opened(picture) as image:
-        sideways = image.getexif().get(_ORIENTATION, 1) >= 5
-        return (image.height, image.width) if sideways else image.size
+        width, height = image.size
+        if isinstance(image, TiffImagePlugin.TiffImageFile):  # its size is that of the turned one
+            width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
+        sideways = image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+        return (height, width) if sideways else (width, height)
 
 
 def picture_bytes(picture: str | bytes) -> bytes:
@@ -94,6 +104,11 @@ def _opened(picture: str | bytes) -> Iterator[Image.Image]:
             yield image
     except FileNotFoundError as error:
         raise ValueError(f"there is no file {name_of(picture)}") from error
+    except UnidentifiedImageError as error:
+        formats = ", ".join(_FORMATS)
+        raise ValueError(
+            f"{name_of(picture)} cannot be read as a picture: it is none of {formats}, or damaged"
+        ) from error
     except _FAULTS as error:
         raise ValueError(
             f"{name_of(picture)} cannot be read as a picture ({type(error).__name__}: {error})"

@@ -118,9 +118,12 @@ def test_a_mode_whose_white_is_unknown_is_refused(mode: str) -> None:
             read(file)
 
 
-@pytest.mark.parametrize(("number", "turned"), [(3, 2), (6, 3), (8, 1)])
-def test_a_picture_that_a_camera_took_sideways_is_turned(number: int, turned: int) -> None:
-    file = content(gradient(), exif=orientation(number))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize(("number", "turned"), [(3, 2), (6, 3), (8, 1), (99, 0)])
+def test_a_picture_that_a_camera_took_sideways_is_turned(
+    kind: str, number: int, turned: int
+) -> None:
+    file = content(gradient(), kind, exif=orientation(number))
     wanted = np.rot90(np.asarray(gradient()), turned)
     assert np.array_equal(read_picture(file), wanted)
     assert picture_size(file) == (wanted.shape[1], wanted.shape[0])
@@ -138,6 +141,32 @@ def test_what_is_no_whole_picture_is_refused_by_its_name(tmp_path: Path) -> None
         picture_size("/no/such.png")
     with pytest.raises(ValueError, match="an image of 5 bytes cannot be read"):
         read_picture(b"12345")
+    with pytest.raises(ValueError, match=r"none of PNG, JPEG, WEBP, BMP, GIF, TIFF, or damaged"):
+        read_picture(b"<svg></svg>")
     # Pillow would hand this to a program of the machine.
     with pytest.raises(ValueError, match="cannot be read as a picture"):
         read_picture(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_a_picture_that_ends_early_is_refused_before_it_is_needed(kind: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    whole = content(Image.fromarray(noise), kind)
+    verify_picture(whole)
+    with pytest.raises(ValueError, match="cannot be read as a picture"):
+        verify_picture(whole[: len(whole) * 2 // 3])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "TIFF"])
+def test_of_several_frames_none_is_chosen(kind: str) -> None:
+    frames = [flat("RGB", colour) for colour in ("red", "green", "blue")]
+    verify_picture(content(frames[0], kind, save_all=True))
+    with pytest.raises(ValueError, match="it has 3 frames or pages: save the one that is meant"):
+        verify_picture(content(frames[0], kind, save_all=True, append_images=frames[1:]))
+
+
+def test_a_photo_may_have_others_behind_it() -> None:
+    photo, behind = (flat("RGB", colour) for colour in ("red", "blue"))
+    file = content(photo, "MPO", save_all=True, append_images=[behind])
+    verify_picture(file)
+    assert np.abs(read_picture(file).astype(int) - [255, 0, 0]).max() <= 1

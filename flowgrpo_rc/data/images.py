@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from pathlib import Path
 
 from flowgrpo_rc.data.readers import Row
@@ -11,6 +12,7 @@ from flowgrpo_rc.pictures import name_of, picture_size, verify_picture
 
 IMAGE_KEYS = ("image", "images")
 MAX_PIXELS = 4096 * 4096  # of one image
+_PATH = re.compile(r"(?!\w+://|data:).{1,4096}$")  # no address, and no content
 
 
 def images_of(row: Row, folder: Path, where: str, most: int) -> tuple[str | bytes, ...]:
@@ -60,7 +62,7 @@ def _image(value: object, folder: Path) -> str | bytes:
                 return base64.b64decode(text, validate=True)
             except binascii.Error as error:
                 raise ValueError(f"the base64 of an image is broken: {error}") from error
-        case {"path": str() as path} | (str() as path) if path:
+        case {"path": str() as path} | (str() as path) if _PATH.match(path):
             return str(folder / Path(path).expanduser())
     raise ValueError(
         f"an image must be a path, or an object with its path, bytes or base64, got {value!r:.100}"
