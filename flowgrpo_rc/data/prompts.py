@@ -110,8 +110,8 @@ def place_of(paths: str | Path | Sequence[str | Path], key: str, index: int) -> 
 
 def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Path]:
     """Returns the prompt files that `read_prompts` reads; ValueError if a folder lacks one."""
-    one = isinstance(paths, str | Path) or not isinstance(paths, Sequence)
-    listed = [paths] if one else paths
+    many = isinstance(paths, Sequence) and not isinstance(paths, str)
+    listed: Any = paths if many else [paths]
     if not all(isinstance(path, str | Path) for path in listed):
         raise ValueError(f"{key}={paths!r}: give a prompt file, a folder, or a list of them")
     return [find_file(Path(path).expanduser(), _SPLITS[key], key) for path in listed]
