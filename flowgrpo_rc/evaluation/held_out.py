@@ -48,13 +48,6 @@ class HeldOutScores(NamedTuple):
     scores: Sequence[float]  # of these samples
 
 
-class Scored(NamedTuple):
-    """Samples of all processes, scored."""
-
-    rewards: Rewards  # of this process's share
-    shown: Sequence[Any]  # the first samples of all, the same on all processes
-
-
 class Evaluator:
     """Samples the held-out prompts with the trainer's own weights, in the trainer's precision.
 
@@ -102,12 +95,13 @@ def score_samples(
     *,
     batch_size: int,
     show: int,
-) -> Scored:
+) -> tuple[Rewards, Sequence[Any]]:
     """Draws a sample for each prompt and scores it; each process makes a contiguous share.
 
     Sharded weights are gathered by all processes at once, so all must run the same forwards. A
-    share that is too small is filled up with the last prompt, whose samples are dropped. The first
-    `show` samples of all processes are returned.
+    share that is too small is filled up with the last prompt, whose samples are dropped.
+
+    Returns the rewards of this share, and the first `show` samples of all, the same everywhere.
     """
     share = -(-len(prompts) // processes.count)
     mine = slice(processes.rank * share, (processes.rank + 1) * share)
@@ -127,4 +121,4 @@ def score_samples(
             made.extend(drawn.samples)
     collected = collect_rewards(rewards, handles, processes, grouped=False)
     # Shares are contiguous, so those of all processes follow each other.
-    return Scored(collected, processes.gather_objects(made)[:show] if show else ())
+    return collected, processes.gather_objects(made)[:show] if show else ()

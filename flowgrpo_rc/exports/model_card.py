@@ -19,7 +19,7 @@ from flowgrpo_rc.reading import blaming, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.report.charts import known
-from flowgrpo_rc.report.series import Row, metric_points, points_of
+from flowgrpo_rc.report.series import Row, points_of
 
 if TYPE_CHECKING:
     from flowgrpo_rc.config.tree import Config
@@ -160,7 +160,7 @@ def _measured(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """Returns title, mean and largest value of what the run measured of the mismatch."""
     found = []
     for title, name in _MEASURED:
-        values = known(metric_points(rows, name))
+        values = known(points_of(rows, name))
         if values:
             found.append((title, f"{sum(values) / len(values):.3g}", f"{max(values):.3g}"))
     return found

@@ -110,13 +110,8 @@ class FlowPolicy(Policy[DiffusionBatch]):
           conditioning: the encoded prompt of each sample.
           negative: the encoded negative prompt of each sample; None without guidance.
           spec: how to sample.
-          window: step indices that are stochastic and recorded, int64, [B, T], consecutive.
-          noise: returns standard normal noise, [B, ...], for a step index.
+          window: as of `sample_trajectory`, like `noise` and `keep_means`.
           group: number of each sample's prompt, [B]; needed with `spec.shared_prefix`.
-          keep_means: record the means of the window's steps too.
-
-        Returns:
-          The final latents and the record of the window.
         """
         schedule = self.model.walked_schedule(spec)
 
@@ -128,14 +123,10 @@ class FlowPolicy(Policy[DiffusionBatch]):
         )
 
     def transition(self, piece: DiffusionBatch) -> Transition:
-        """Computes the Gaussians of recorded steps, all in one forward.
+        """Computes the Gaussians of recorded steps, [b, t], in one forward; differentiable in the
+        weights.
 
-        Args:
-          piece: the recorded steps, [b, t].
-
-        Returns:
-          The Gaussian of each step in a row of its own, [b t, ...]: the steps of a sample follow
-          each other. Differentiable in the weights.
+        Each has a row of its own, [b t, ...]: the steps of a sample follow each other.
         """
         x = piece.all_latents[:, :-1].flatten(0, 1)
         v = self.velocity(piece, x)
@@ -150,14 +141,9 @@ class FlowPolicy(Policy[DiffusionBatch]):
         )
 
     def velocity(self, piece: DiffusionBatch, x: Tensor) -> Tensor:
-        """Predicts velocities at the timesteps of recorded steps.
+        """Predicts velocities, [b t, ...] fp32, at the timesteps of recorded steps, [b, t].
 
-        Args:
-          piece: the steps, [b, t].
-          x: the states, one in a row, [b t, ...].
-
-        Returns:
-          The velocities, [b t, ...], fp32; differentiable in the weights.
+        `x` holds the states, one in a row, [b t, ...]. Differentiable in the weights.
         """
         # As the states are flattened: the steps of a sample follow each other.
         prompts = piece.prompt_index.repeat_interleave(piece.num_steps)
@@ -171,14 +157,7 @@ class FlowPolicy(Policy[DiffusionBatch]):
         return self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
 
     def evaluate(self, piece: DiffusionBatch) -> Evaluation:
-        """Evaluates this policy on recorded steps, all in one forward.
-
-        Args:
-          piece: the recorded steps, [b, t].
-
-        Returns:
-          Log-probabilities and Gaussians of the steps, differentiable in the weights.
-        """
+        """Evaluates log-probs and Gaussians of recorded steps, [b, t], in one forward."""
 
         def unfolded(rows: Tensor) -> Tensor:
             return rows.unflatten(0, (len(piece), piece.num_steps))
@@ -300,15 +279,10 @@ class FlowPolicy(Policy[DiffusionBatch]):
 
 
 def distinct_rows(states: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds rows that have the state of the first row of their group.
+    """Finds rows that have the state, [B, ...], of the first row of their group, int64 [B].
 
-    Args:
-      states: [B, ...].
-      group: number of each row's group, int64, [B].
-
-    Returns:
-      The rows that are left when those are dropped, [R], and for each row the position of its
-      state among them, [B].
+    Returns the rows that are left when those are dropped, [R], and for each row the position of its
+    state among them, [B].
     """
     # argmax of a bool row is its first True: the first row of the group.
     first = (group.unsqueeze(1) == group).int().argmax(1)
@@ -383,13 +357,7 @@ def sample_trajectory(
 
 
 class _Record:
-    """The steps of the windows, at the places that they have in them.
-
-    Args:
-      latents: initial noise, [B, ...].
-      window: step indices, int64, [B, T].
-      keep_means: keep the means of the steps too.
-    """
+    """The steps of the windows, at the places that they have in them."""
 
     def __init__(self, latents: Tensor, window: Tensor, *, keep_means: bool) -> None:
         num_samples, length = window.shape
@@ -431,18 +399,12 @@ def _like(values_B: Tensor, x: Tensor) -> Tensor:
 
 
 def second_order(v: Tensor, v_before: Tensor, sigmas: Tensor, index: int) -> Tensor:
-    """Computes what a step of the Adams-Bashforth method of order 2 adds to an Euler step.
+    """Computes what a step of the Adams-Bashforth method of order 2 adds to an Euler step, [B,
+    ...].
 
         dt^2 / (2 dt_before) (v - v_before)
 
-    Args:
-      v: the velocity at the step, [B, ...].
-      v_before: the velocity at the step before, [B, ...].
-      sigmas: the schedule, [S+1].
-      index: index of the step, at least 1.
-
-    Returns:
-      The term to add to the next state, [B, ...].
+    The step's index in the schedule, [S+1], is at least 1.
 
     See Hairer, Norsett and Wanner, "Solving Ordinary Differential Equations I", section III.5, for
     steps of different lengths.

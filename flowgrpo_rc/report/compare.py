@@ -14,7 +14,7 @@ from flowgrpo_rc.report.charts import Chart, Points, Series, known, shown, smoot
 from flowgrpo_rc.report.correction import mean_by_timestep, timestep_chart
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
-from flowgrpo_rc.report.series import Row, distinct, ends, metric_points, phases
+from flowgrpo_rc.report.series import Row, distinct, ends, phases, points_of
 
 MOST_RUNS = 4  # colours that are told apart
 _NAMES_ONLY = ("trainer.output_dir", "trainer.experiment_name", "trainer.project_name")
@@ -122,9 +122,9 @@ def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:
     rewards = [f"{pair[1]:.4f}" if pair else _ABSENT for pair in pairs]
     rows.append(["training reward, last step", *rewards])
     for title, _, name, _ in _CORRECTION:
-        means = [_mean(metric_points(run.rows, name)) for run in runs]
+        means = [_mean(points_of(run.rows, name)) for run in runs]
         rows.append([f"{title[0].lower()}{title[1:]}, over all steps", *means])
-    speeds = [_mean(metric_points(run.rows, "perf/samples_per_second")) for run in runs]
+    speeds = [_mean(points_of(run.rows, "perf/samples_per_second")) for run in runs]
     rows.append(["training samples per second", *speeds])
     seconds = [f"{sum(phases(run.rows).values()):.0f}" for run in runs]
     rows.append(["measured time, seconds", *seconds])
@@ -175,7 +175,7 @@ def _overlays(
     return [
         _overlay(runs, title, name, word=word, log_y=log_y)
         for title, word, name, log_y in table
-        if any(metric_points(run.rows, name) for run in runs)
+        if any(points_of(run.rows, name) for run in runs)
     ]
 
 
@@ -184,7 +184,7 @@ def _overlay(
 ) -> Chart:
     """Returns a metric of all runs in one chart; training rewards smoothed."""
     # A run without the metric keeps an empty line, so that the others keep their colours.
-    lines = [Series(name=run.name, points=metric_points(run.rows, name)) for run in runs]
+    lines = [Series(name=run.name, points=points_of(run.rows, name)) for run in runs]
     if name.startswith("reward/"):
         lines = [part for index, line in enumerate(lines) for part in smoothed(line, index)]
     return Chart(title=title, series=lines, log_y=log_y, word=word)

@@ -11,22 +11,20 @@ from flowgrpo_rc.report.charts import Chart, Points, Series, known
 Row = Mapping[str, Any]
 
 
-def points_of(rows: Sequence[Row], name: str) -> list[tuple[float, float | None]]:
-    """Returns (step, value) of a metric, for each row that has it."""
-    return [(row["step"], row[name]) for row in rows if name in row]
+def points_of(rows: Sequence[Row], name: str) -> Points:
+    """Returns (step, value) of a metric, for each row that has it.
 
-
-def metric_points(rows: Sequence[Row], name: str) -> Points:
-    """Returns (step, value) of a metric; a name without a slash is one of the correction's."""
+    A name without a slash is one of the correction's.
+    """
     if "/" in name:
-        return points_of(rows, name)
+        return [(row["step"], row[name]) for row in rows if name in row]
     keys = [correction_metric_name(row, name) for row in rows]  # their prefix tells the mode
     return [(row["step"], row[key]) for row, key in zip(rows, keys, strict=True) if key is not None]
 
 
 def series_of(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     """Returns a series for each metric that some row has; null stays as a gap."""
-    found = [Series(name=name, points=metric_points(rows, name)) for name in names]
+    found = [Series(name=name, points=points_of(rows, name)) for name in names]
     return [series for series in found if series.points]
 
 
