@@ -267,6 +267,13 @@ COMMANDS = {
     ),
     "export": ("write the LoRA of a checkpoint for stock diffusers, or peft", _EXPORT),
     "report": ("write report.html of a run", {"run_dir": _option("folder of a run")}),
+    "watch": (
+        "show the report of a run in a browser of this machine, while the run goes on",
+        {
+            "run_dir": _option("folder of a run"),
+            "--port": _option("port (%(default)s); 0: a free one", type=int, default=8100),
+        },
+    ),
     "compare": ("one page about two to four runs", _COMPARE),
     "serve-reward": ("a reward over HTTP, for the remote reward of a run", _SERVE_REWARD),
     "doctor": (

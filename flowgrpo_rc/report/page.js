@@ -10,6 +10,7 @@
   const root = document.documentElement;
   const resetButton = document.querySelector(".reset");
   const zooms = new Map(); // name of an axis -> [lower, upper], while it is zoomed
+  const hidden = new Set(); // chart and name of each line that was clicked away
   let charts = [];
 
   const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
@@ -211,20 +212,35 @@
     for (const chart of charts) build(chart, printing);
   }
 
-  root.classList.add("js");
-  charts = [...document.querySelectorAll(".plot[role=img]")].map((box) => {
+  function makeChart(box) {
     const spec = JSON.parse(box.querySelector("script").textContent);
     const legend = makeLegend(box.parentElement.querySelector(".legend"), spec);
-    return { box, spec, legend, data: uPlot.join(spec.tables), u: null };
-  });
-  for (const chart of charts)
-    for (const { button, lines } of chart.legend.entries)
+    const chart = { box, spec, legend, data: uPlot.join(spec.tables), u: null };
+    for (const { button, lines } of legend.entries) {
+      const name = `${box.ariaLabel}: ${button.firstChild.data}`;
+      button.setAttribute("aria-pressed", String(!hidden.has(name)));
       button.addEventListener("click", () => {
-        const show = button.getAttribute("aria-pressed") !== "true";
+        const show = hidden.delete(name);
+        if (!show) hidden.add(name);
         button.setAttribute("aria-pressed", String(show));
         for (const line of lines) chart.u.setSeries(line, { show });
       });
-  buildAll();
+    }
+    resized.observe(box);
+    return chart;
+  }
+
+  // Draws the charts, again when parts of a live page were replaced; zoom and hidden lines stay.
+  function drawPage() {
+    const old = charts;
+    const boxes = [...document.querySelectorAll(".plot[role=img]")];
+    charts = boxes.map((box) => old.find((chart) => chart.box === box) ?? makeChart(box));
+    for (const gone of old.filter((chart) => !charts.includes(chart))) {
+      resized.unobserve(gone.box);
+      gone.u.destroy();
+    }
+    buildAll();
+  }
 
   const resized = new ResizeObserver((entries) => {
     if (root.classList.contains("print")) return;
@@ -233,7 +249,9 @@
       if (u.width !== target.clientWidth) u.setSize({ width: target.clientWidth, height: target.clientHeight });
     }
   });
-  for (const chart of charts) resized.observe(chart.box);
+  root.classList.add("js");
+  drawPage();
+  document.addEventListener("renewed", drawPage);
   resetButton.addEventListener("click", () => {
     for (const axis of [...zooms.keys()]) zoomTo(axis, null);
   });

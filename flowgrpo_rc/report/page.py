@@ -1,4 +1,6 @@
-"""Fills the templates of the pages. page.css, page.js and uPlot become part of each page."""
+"""Fills the templates of the pages. page.css, page.js and uPlot become part of each page, and
+live.js of one that follows its run.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,21 @@ _FOLDER = Path(__file__).parent
 _MAX_TEXT = 1000  # characters of a cell, a prompt or a response
 
 
-def render(template: str, *, title: str, **content: Any) -> str:
-    """Returns a whole HTML document; the texts that a template shows are escaped."""
+def render(template: str, *, title: str, live: bool = False, **content: Any) -> str:
+    """Returns a whole HTML document; the texts that a template shows are escaped.
+
+    A `live` page asks its server for a newer one, and gets its pictures from there.
+    """
     body = templates().get_template(template).render(title=title, **content)
     uplot = f"/*\n{_read('uplot/LICENSE')}\n*/\n{_read('uplot/uPlot.iife.min.js')}"
     scripts = [uplot, _read("page.js")]
+    if live:  # it has to see the page before the others change it
+        scripts.insert(0, _read("live.js"))
     page = templates().get_template("page.html")
     return page.render(
         title=title,
         body=Markup(body),
+        live=live,
         words={key: word for key, word in words().items() if f'"#word-{key}"' in body},
         style=Markup(_read("uplot/uPlot.min.css") + _read("page.css")),
         scripts=[Markup(script) for script in scripts],

@@ -39,6 +39,13 @@ _NO_FAILURE = {"val/failed_fraction": (0.0, 0.0)}  # values that need no tile
 
 def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into a run's folder, finished or not, and returns its path."""
+    path = run_dir / "report.html"
+    write_atomic(path, report_page(run_dir).encode())
+    return path
+
+
+def report_page(run_dir: Path, *, live: bool = False) -> str:
+    """Returns the page of a run's folder, `live` as in `render`; ValueError if it has no rows."""
     rows = folder.metrics(run_dir)
     config = folder.config(run_dir)
     environment = folder.environment(run_dir)
@@ -46,8 +53,9 @@ def write_report(run_dir: Path) -> Path:
         told = facts(config, environment, rows)
     outcome, progress = _outcome(rows, folder.setting(config, "trainer.total_training_steps"))
     reward, rewards = _rewards(rows)
-    page = render(
+    return render(
         "run.html",
+        live=live,
         title=folder.title(run_dir, config),
         outcome=outcome,
         progress=progress,
@@ -68,9 +76,6 @@ def write_report(run_dir: Path) -> Path:
         environment=folder.leaves(environment) if environment else [],
         checkpoints=folder.checkpoints(run_dir),
     )
-    path = run_dir / "report.html"
-    write_atomic(path, page.encode())
-    return path
 
 
 def _outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:

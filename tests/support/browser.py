@@ -83,18 +83,23 @@ class Browser:
         message, _, self._rest = self._rest.partition(b"\0")
         return dict(json.loads(message))
 
-    def open(self, path: Path, *, width: int, dark: bool = False) -> None:
-        """Opens a page in a window of this width and waits until it is loaded."""
+    def open(self, page: Path | str, *, width: int, dark: bool = False) -> None:
+        """Opens a file or an address in a window of this width and waits until it is loaded."""
+        address = page if isinstance(page, str) else page.as_uri()
         self.call(
             "Emulation.setDeviceMetricsOverride",
             **{"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
         )
         self.dark(dark)
         self.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=address)
+        self.wait_for("document.readyState + location.href", "complete" + address)
+
+    def wait_for(self, expression: str, wanted: Any) -> None:
+        """Waits until a JavaScript expression has a value."""
         until = time.monotonic() + _PATIENCE
-        while self.eval("document.readyState + location.href") != "complete" + path.as_uri():
-            assert time.monotonic() < until, "the page does not load"
+        while (found := self.eval(expression)) != wanted:
+            assert time.monotonic() < until, f"{expression} stays {found!r}"
             time.sleep(0.05)
 
     def dark(self, dark: bool) -> None:
@@ -117,8 +122,8 @@ class Browser:
         button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
-    def complaints(self) -> list[str]:
-        """Returns console messages, errors, and requests that are neither the page nor data."""
+    def complaints(self, own: str = "file:") -> list[str]:
+        """Returns console messages, errors, and requests that are neither the page's nor data."""
         found = []
         for event in self.events:
             method = event.get("method")
@@ -127,7 +132,7 @@ class Browser:
                 found.append(json.dumps(params))
             if method == "Network.requestWillBeSent":
                 address = params["request"]["url"]
-                if not address.startswith(("data:", "file:")):
+                if not address.startswith(("data:", own)):
                     found.append(address)
         return found
 
