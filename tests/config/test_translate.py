@@ -327,6 +327,19 @@ def test_the_documented_translations(there: str, here: str) -> None:
         assert line in rows[0].here.split("; ")
 
 
+@pytest.mark.parametrize("peer", ["flow_grpo", "TRL", "diffusers' DreamBooth script"])
+def test_every_key_beside_a_setting_of_a_peer_is_a_key_here(peer: str) -> None:
+    """Reads the last column; a key may be a whole section, and words with = are overrides."""
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    section = page.partition(f"## Settings of {peer}\n")[2].partition("\n## ")[0]
+    columns = re.findall(r"^\|.*\| (.*) \|$", section, re.MULTILINE)
+    words = " ".join(re.findall(r"`(.*?)`", " ".join(columns))).split()
+    keys = [word.partition("=")[0] for word in words if re.match(r"[a-z]+\.", word)]
+    assert len(keys) > 10
+    free = ("rollout.engine_kwargs.", "reward.terms.")  # names below belong to others
+    assert [key for key in keys if key not in known_keys() and not key.startswith(free)] == []
+
+
 @pytest.mark.parametrize(
     ("given", "stops"),
     [
