@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
@@ -213,8 +212,3 @@ def test_fp32_and_checkpointed_gradients_are_close(model: FlowModel) -> None:
     size = torch.cat([gradient.flatten() for gradient in one.gradients]).norm()
     for gradient, other in zip(together.gradients, one.gradients, strict=True):
         assert (gradient - other).norm() <= 1e-3 * size
-
-
-def test_the_word_for_all_steps_is_null() -> None:
-    config = to_config(compose_config(["actor.steps_per_forward=null"], config_name="tiny_ocr"))
-    assert config.actor.steps_per_forward is None

@@ -9,8 +9,6 @@ import torch
 from support.builders import log_probs, mask_of, on_shards, run
 from support.oracles import Rule
 
-from flowgrpo_rc.core.metrics import MetricBag
-
 TWO = (("seq_mean_k1", 0.7, 1.4), ("token_k2", 0.0, 0.2))
 SHARDED = [
     Rule(),
@@ -23,24 +21,6 @@ NORMALISED = [
     Rule("sequence", bands=TWO, normalise=True, over_kept=True),
     Rule("geometric", "clip", 0.9, 1.2, normalise=True),
 ]
-
-
-@pytest.mark.parametrize("rule", SHARDED)
-@pytest.mark.parametrize("scale", [1e-6, 0.5])
-@pytest.mark.parametrize("cuts", [[3], [1, 2], [1, 2, 3, 4, 5]])
-def test_micro_batches_change_neither_weights_mask_nor_metrics(rule, scale, cuts):
-    training, rollout = log_probs(scale)
-    mask = mask_of("empty")
-    whole = run(training, rollout, mask, rule)
-    bag = MetricBag()
-    parts = []
-    for start, stop in itertools.pairwise([0, *cuts, 6]):
-        parts.append(run(training[start:stop], rollout[start:stop], mask[start:stop], rule))
-        bag.merge(parts[-1].metrics)
-    assert torch.equal(torch.cat([part.mask for part in parts]), whole.mask)
-    if whole.weights is not None:
-        assert torch.equal(torch.cat([part.weights for part in parts]), whole.weights)
-    assert bag.compute() == pytest.approx(whole.metrics.compute(), rel=0, abs=1e-12)
 
 
 @pytest.mark.parametrize("rule", [*SHARDED, *NORMALISED])

@@ -1,4 +1,4 @@
-"""The loss of docs/extending.md is GRPO-Guard: the same values and gradients."""
+"""The loss of docs/extending.md is GRPO-Guard: the same values and gradients, and a calibration."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from support.documented import python_of
 from support.gaussian_losses import BYPASS, DECOUPLED, movement, three_steps, value_and_gradient
 
 from flowgrpo_rc import DiffusionLossConfig, LossConfig, RolloutCorrectionConfig
+from flowgrpo_rc.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +58,16 @@ def test_its_option_widens_the_upper_edge() -> None:
     )
     assert wide["clip_fraction_higher"] < narrow["clip_fraction_higher"]
     assert wide["clip_fraction_lower"] == narrow["clip_fraction_lower"] > 0
+
+
+def test_a_calibration_sets_its_bound(overrides: list[str], tmp_path: Path) -> None:
+    """On its own log-ratio and in bypass mode, as the class says."""
+    out = tmp_path / "calibrated"
+    given = ["actor.diffusion_loss.loss_mode=my_guard.MyGuard", "rollout.dtype=bf16"]
+    options = ["--prompts", "1", "--out", str(out), "--name", "own"]
+    assert main(["calibrate", *options, *overrides, *given]) == 0
+    text = (out / "calibration" / "own.yaml").read_text()
+    assert "my log-ratio" in text
+    tree = yaml.safe_load(text)
+    assert tree["actor"]["diffusion_loss"]["clip_ratio"] >= 2e-6
+    assert tree["algorithm"]["rollout_correction"]["bypass_mode"] is True

@@ -10,27 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.faulty_engines import SharedNoise
 from support.kernels import needs_bf16_kernels
 from support.runs import read_rows
 from support.torchao import needs_torchao
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.algorithms.policy_gradient.images import diffusion_loss
-from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.causes import Diagnosis
-from flowgrpo_rc.calibration.choice import bound_of, choose
 from flowgrpo_rc.calibration.faults import Lora
 from flowgrpo_rc.calibration.measure import (
     MOVEMENT,
     Copy,
-    RecordedRollout,
-    ask,
-    mismatch_of,
     plant_movements,
-    sample,
 )
 from flowgrpo_rc.calibration.record import check_engine, check_means, check_record
 from flowgrpo_rc.cli import main
@@ -44,9 +36,6 @@ from flowgrpo_rc.commands.calibrate import (
 )
 from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.models.lora import lora_parameters
-from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutEngine
 
@@ -575,75 +564,3 @@ def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path
     reference = clipped_before_update(tmp_path / "reference", *few, f"{CLIP}=1e-4", BYPASS)
     assert reference > 0.3
     assert measured["clipped_before_update"]["0.0001"] == pytest.approx(reference, abs=0.1)
-
-
-def before_update(rollout: RecordedRollout) -> DiffusionBatch:
-    """Returns a batch as the first update of bypass mode sees it."""
-    return rollout.batch.replace(
-        old_log_probs=rollout.recorded,
-        advantages=torch.ones_like(rollout.recorded),
-        rejection_mask=rollout.batch.step_mask,
-    )
-
-
-def clipped(config: Config, found: Evaluation, batch: DiffusionBatch) -> float:
-    """Returns the part of the steps that the loss clips."""
-    _, metrics = diffusion_loss(config.loss(), found.log_probs, batch, found.gaussian)
-    return metrics.compute()["clip_fraction"]
-
-
-def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
-    """The result holds in bypass mode, and on samples of another prompt."""
-    bench = Bench(*QUICK, GUIDED, GUARD, "rollout.dtype=bf16")
-    config, policy = bench.config, bench.task.policy
-    engine = make_engine(config, bench.task)
-    first, other = (
-        sample(engine, ask(config, [prompt], 24, config.rollout.spec(), keep_means=True))
-        for prompt in prompts_of(config)[0].step(0)[:2]
-    )
-    found = policy.measure(first.batch, 24)
-    bound = bound_of(config, mismatch_of(first, found.log_probs, 4.5).differences, found)
-    settings = choose(config, bound, mode="auto", doubt=None)
-    assert settings.values[f"{KEY}.bypass_mode"]
-
-    found = policy.measure(other.batch, 24)
-    batch = before_update(other)
-    config.actor.diffusion_loss.clip_ratio = settings.values[CLIP]
-    assert clipped(config, found, batch) < 0.02
-    config.actor.diffusion_loss.clip_ratio = 2e-6
-    assert clipped(config, found, batch) > 0.3
-
-
-@needs_bf16_kernels
-def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
-    """The loss clips it on samples of other prompts, whether log-probs moved so far on average
-    or each of them did.
-    """
-    measured = json.loads((calibrated / "calibration.json").read_text())
-    settings = (*QUICK, "+calibration=measured", "rollout.dtype=bf16")
-    bench = Bench(*settings, config_dir=str(calibrated))
-    config, policy = bench.config, bench.task.policy
-    prompts = prompts_of(config)[0].step(1)[:2]
-    request = ask(config, prompts, 16, config.rollout.spec(), keep_means=True)
-    batch = before_update(sample(make_engine(config, bench.task), request))
-    assert config.algorithm.rollout_correction.centered
-
-    facts = policy.measure(batch, 32)
-    start = moved = facts.centered
-    aim = 10 * measured["mismatch"][0]["floor"]
-    for factor in (0.02, 1.0):  # the second time as far as the first one asks for
-        if moved is not start:
-            factor = 0.02 * aim / (moved - start).abs().mean().item()
-        for name, parameter in lora_parameters(bench.task.model.network).items():
-            step = bench.lora.current[name] - bench.lora.before[name]
-            parameter.data.copy_(bench.lora.current[name] + factor * step)
-        moved = policy.measure(batch, 32).centered
-    assert (moved - start).abs().mean().item() == pytest.approx(aim, rel=0.3)
-
-    def at(centered: torch.Tensor) -> float:
-        gaussian = facts.gaussian._replace(centered=centered)
-        return clipped(config, facts._replace(gaussian=gaussian), batch)
-
-    assert at(start) < 0.02
-    assert at(moved) > 0.5
-    assert min(at(start + aim), at(start - aim)) > 0.99

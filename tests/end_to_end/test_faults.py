@@ -255,17 +255,6 @@ def test_a_clean_engine_raises_no_alarm(bench: Bench, settings: list[str], most:
     assert seen.over < most
 
 
-@pytest.mark.kernels
-def test_clean_iterations_raise_no_alarm(bench: Bench) -> None:
-    """`benchmarks/benchmark_monitor.py` takes fifty of them, and updates the weights."""
-    config = configure(BF16)
-    health = make_health(config)
-    with bench.assembled(config) as (task, monitor, source):
-        for step in range(1, 6):
-            source.sync_weights(bench.now, step - 1)
-            assert health.update(step, measured(task, monitor, source.collect(step), step)) == []
-
-
 @pytest.mark.parametrize("cls", FAULTS)
 def test_every_fault_of_an_fp32_pair_is_noticed(
     bench: Bench, floor_of_bf16: float, cls: type[DiffusersEngine]
@@ -445,19 +434,3 @@ def test_a_quantization_that_is_not_applied_is_noticed(bench: Bench) -> None:
     assert "The engine seems to sample with plain weights" in alarm
     with pytest.raises(RuntimeError, match="does not quantize"):
         iterate(bench, *int4, engine(faulty.PlainWeights))
-
-
-def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
-    """It measures again only when an uninterrupted run does."""
-    config = configure(BF16)
-    task, first, collected = bench.parts(config)
-    batch = collected.batch
-    first.expect(batch, 1)
-    second = make_monitor(config, task, Processes(Accelerator(cpu=True)))
-    second.load(first.tensors())
-    for floor in (first, second):
-        floor.expect(batch.rows(0, 1), 3)
-    expected = [floor.tensors()["measured"].nan_to_num() for floor in (first, second)]
-    assert torch.equal(*expected)
-    second.expect(batch.rows(0, 1), 101)
-    assert not torch.equal(expected[0], second.tensors()["measured"].nan_to_num())

@@ -26,8 +26,6 @@ from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss, TokenLoss
-from flowgrpo_rc.losses.config import with_options
-from flowgrpo_rc.losses.flow_grpo import FlowGRPO
 from flowgrpo_rc.records.run_folder import RunFolder
 
 HERE = __name__
@@ -166,15 +164,6 @@ def test_settings_without_effect_are_refused_by_the_check_alone() -> None:
         section.validate()
 
 
-def test_keys_of_the_user_go_to_the_options() -> None:
-    section = {"loss_mode": OWN, "factor": 2, "options": {"factor": 1, "other": 3}}
-    assert with_options(section, DiffusionLossConfig) == {
-        "loss_mode": OWN,
-        "options": {"factor": 2, "other": 3},
-    }
-    assert with_options({"clip_ratio": 1}, DiffusionLossConfig) == {"clip_ratio": 1}
-
-
 def test_the_loss_is_built_once() -> None:
     """What changes in the settings afterwards changes nothing in a run that has begun."""
     correction = RolloutCorrectionConfig(
@@ -225,9 +214,3 @@ def test_options_are_stored_and_compared(tmp_path: Path) -> None:
         RunFolder(tmp_path).check_same_run(
             dataclasses.asdict(stored), dataclasses.asdict(other), {}
         )
-
-
-def test_the_default_is_the_published_recipe_as_a_plain_class() -> None:
-    DiffusionLossConfig().validate()
-    assert DiffusionLossConfig().loss() == FlowGRPO(clip_ratio=1e-4)
-    assert DiffusionLossConfig().adv_clip_max == 5.0

@@ -136,17 +136,6 @@ def test_value_and_gradient(mode, level, normalised, criterion, normalize):
 # --- PPO clip
 
 
-def test_on_policy_the_gradient_is_that_of_the_policy_gradient():
-    rollout, _, _, advantages = drawn()
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=1e-5, adv_clip=100)
-    value, gradient, metrics = value_and_gradient(config, rollout, bypass(rollout, advantages))
-    torch.testing.assert_close(gradient, -advantages / 24, rtol=1e-14, atol=0)
-    assert value == pytest.approx(-advantages.mean().item(), abs=1e-14)
-    values = metrics.compute()
-    assert values["ratio_mean"] == 1
-    assert values["ratio_std"] == values["clip_fraction"] == 0
-
-
 def test_clip_fractions_and_ratio_moments():
     """The moments keep their digits where ratios are 1 + 1e-7."""
     move = torch.tensor(

@@ -46,20 +46,6 @@ def test_log_probs_do_not_depend_on_padding(
         found = policy.log_probs(padded(batch, left, right), len(batch))
         torch.testing.assert_close(found[:, : batch.num_steps], wanted, atol=tolerance, rtol=0)
         assert (found[:, batch.num_steps :] == 0).all()
-    # One row at a time, cut to its own tokens: nothing of the other rows is in a row's log-probs.
-    for row in range(len(batch)):
-        alone = batch.rows(row, row + 1)
-        prompt = int(alone.prompt_mask.sum())
-        response = int(alone.response_mask.sum())
-        alone = alone.replace(
-            prompt_ids=alone.prompt_ids[:, -prompt:],
-            prompt_mask=alone.prompt_mask[:, -prompt:],
-            response_ids=alone.response_ids[:, :response],
-            response_mask=alone.response_mask[:, :response],
-            rollout_log_probs=None,
-        )
-        found = policy.evaluate(alone).log_probs
-        torch.testing.assert_close(found[0], wanted[row, :response], atol=tolerance, rtol=0)
 
 
 def test_evaluation_is_the_stock_models_log_softmax(trained_lm: CausalLM) -> None:

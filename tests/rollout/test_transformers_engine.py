@@ -79,21 +79,6 @@ def test_recorded_log_probs_are_the_policys(trained_lm: CausalLM, temperature: f
     assert (elsewhere - batch.rollout_log_probs).abs().max() > 0.01
 
 
-def test_first_tokens_have_the_policys_frequencies(trained_lm: CausalLM) -> None:
-    """1000 responses to one prompt: chi-squared, 14 degrees of freedom, exceeds 36 once in a
-    thousand times.
-    """
-    engine = TransformersEngine(trained_lm, trained_lm.network, dtype="fp32", chunk_size=1000)
-    spec = replace(SPEC, temperature=1.5, response_length=1)
-    batch = next(engine.generate(text_request(spec, texts=["37+58="], n=1000))).batch
-    ids, mask = trained_lm.encode(["37+58="], max_length=8)
-    with torch.no_grad():
-        logits = trained_lm.network(ids, attention_mask=mask.long()).logits[0, -1]
-    wanted = 1000 * (logits.double() / 1.5).softmax(-1)
-    found = torch.bincount(batch.response_ids[:, 0], minlength=len(wanted)).double()
-    assert (((found - wanted) ** 2) / wanted).sum() < 36
-
-
 def test_sync_weights_changes_the_samples_and_refuses_other_tensors(trained_lm: CausalLM) -> None:
     engine = TransformersEngine(trained_lm, trained_lm.network, dtype="fp32", chunk_size=12)
     before = next(engine.generate(text_request(SPEC))).batch
