@@ -17,7 +17,7 @@ from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.check_settings import SCORED, check_settings
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import PromptSampler, place_of, prompt_files, read_prompts
+from flowgrpo_rc.data.prompts import PromptSampler, places_of, prompt_files, read_prompts
 from flowgrpo_rc.evaluation.suite import Suite, read_suites
 from flowgrpo_rc.models.config import INDEX_FILES
 from flowgrpo_rc.records.inputs import Input, file_input, model_inputs, prompts_input
@@ -44,7 +44,7 @@ def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True)
         check_login(config.trainer.logger)
     check_needs(config.reward)
     for key, files, read in files_of(config, prompts):
-        check_prompts(config.reward, read, partial(place_of, files, key))
+        check_prompts(config.reward, read, partial(places_of, files, key))
     return prompts._replace(suites=suites_of(config) if trains else ())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_inputs import Prompts, files_of
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import place_of
+from flowgrpo_rc.data.prompts import places_of
 from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.models.architecture import load_tokenizers
 from flowgrpo_rc.models.base import FlowModel
@@ -78,6 +78,7 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
     """Warns of prompts that an encoder cuts; refuses one whose needed target no encoder reads."""
     spec = config.rollout.spec()
     key = f"rollout.pipeline.max_sequence_length={spec.max_sequence_length}"
+    guided = any(model.cfg_scale(each) > 1 for each in (spec, config.rollout.held_out_spec()))
     limits = {
         name: (tokenizer, most)
         for name, tokenizer in load_tokenizers(config.model).items()
@@ -85,16 +86,25 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
     }
     for read, needs_target, where in asked:
         cut_by_all = set(range(len(read)) if limits else ())
+        negatives = [prompt.negative_text for prompt in read]
+        own = [row for row, text in enumerate(negatives) if text.strip()]
+        if own and not guided:
+            logger.warning(
+                "%d of %d prompts bring a negative prompt, which has no effect without guidance: "
+                "set rollout.pipeline.%s above %g to use it; the first is %s",
+                *(len(own), len(read), model.cfg_key, model.unguided_scale, where(read[own[0]])),
+            )
         for name, (tokenizer, most) in limits.items():
-            texts = [model.templated(tokenizer, prompt.text) for prompt in read]
-            cut = [row for row, ids in enumerate(tokenizer(texts).input_ids) if len(ids) > most]
+            cut = _cut(model, tokenizer, most, [prompt.text for prompt in read])
             cut_by_all &= set(cut)
-            if cut:
-                logger.warning(
-                    "%d of %d prompts are cut: they have more than the %d tokens that %s keeps "
-                    "(%s); the first is %s",
-                    *(len(cut), len(read), most, name, key, where(read[cut[0]])),
-                )
+            without = _cut(model, tokenizer, most, negatives) if guided else []
+            for what, rows in (("prompts", cut), ("negative prompts", without)):
+                if rows:
+                    logger.warning(
+                        "%d of %d %s are cut: they have more than the %d tokens that %s keeps "
+                        "(%s); the first is %s",
+                        *(len(rows), len(read), what, most, name, key, where(read[rows[0]])),
+                    )
         for row in sorted(cut_by_all) if needs_target else ():
             reads = (_reads_target(model, read[row], *limit) for limit in limits.values())
             if not any(reads):
@@ -103,6 +113,14 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
                     f"{max(most for _, most in limits.values())} tokens that the model reads of a "
                     f"prompt, so no sample could show it: shorten the prompt, or raise {key}"
                 )
+
+
+def _cut(model: FlowModel, tokenizer: Any, most: int, texts: Sequence[str]) -> list[int]:
+    """Returns the places of the texts that have more than `most` tokens."""
+    distinct = list(dict.fromkeys(texts))
+    ids = tokenizer([model.templated(tokenizer, text) for text in distinct]).input_ids
+    long = {text for text, row in zip(distinct, ids, strict=True) if len(row) > most}
+    return [row for row, text in enumerate(texts) if text in long]
 
 
 def _reads_target(model: FlowModel, prompt: Prompt, tokenizer: Any, most: int) -> bool:
@@ -130,7 +148,7 @@ def _asked(
 
 
 def _place(paths: Any, key: str, prompt: Prompt) -> str:
-    return place_of(paths, key, prompt.index)
+    return places_of(paths, key)[prompt.index]
 
 
 def _of_suite(suite: Suite, prompt: Prompt) -> str:

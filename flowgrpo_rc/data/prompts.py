@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -98,14 +97,13 @@ def read_prompts(
     return prompts
 
 
-def place_of(paths: str | Path | Sequence[str | Path], key: str, index: int) -> str:
-    """Returns where the prompt `index` stands that `read_prompts` read there, for messages."""
-    places = (
+def places_of(paths: str | Path | Sequence[str | Path], key: str) -> list[str]:
+    """Returns where each prompt stands that `read_prompts` reads there, for messages."""
+    return [
         f"{key}: {file}, {place}"
         for file in prompt_files(paths, key)
         for place, _ in read_rows(file, key)
-    )
-    return next(place for number, place in enumerate(places) if number == index)
+    ]
 
 
 def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Path]:
@@ -226,10 +224,7 @@ def _prompt(
 
 def _is_blank(text: str) -> bool:
     """Returns whether a reader sees nothing: spaces, and marks without a width."""
-    return all(
-        unicodedata.category(letter) in ("Zs", "Zl", "Zp", "Cc", "Cf") or letter in "\ufe0e\ufe0f"
-        for letter in text
-    )
+    return not any(letter.isprintable() and letter not in " \ufe0e\ufe0f" for letter in text)
 
 
 def _check_letters(row: Row, where: str) -> None:

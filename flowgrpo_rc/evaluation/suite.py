@@ -17,7 +17,7 @@ from typing import Any
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.data.prompts import place_of, read_prompts
+from flowgrpo_rc.data.prompts import places_of, read_prompts
 from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.plugins import check_options, did_you_mean
 from flowgrpo_rc.rewards.base import prompt_name
@@ -146,7 +146,7 @@ def _suite(content: _Content, stem: str, chats: bool) -> Suite:
     reward = _reward(content.reward)
     needs_target = requires_target(reward)
     prompts = read_prompts(content.prompts, require_target=needs_target, key="prompts", chats=chats)
-    check_prompts(reward, prompts, partial(place_of, content.prompts, "prompts"))
+    check_prompts(reward, prompts, partial(places_of, content.prompts, "prompts"))
     if content.n is not None and content.n < len(prompts):
         # From all over the file, since one category may follow another.
         prompts = [prompts[i * len(prompts) // content.n] for i in range(content.n)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -44,7 +44,10 @@ def finite_numbers(values: Sequence[Any] | np.ndarray | Tensor) -> list[float]:
     """Returns the numbers of a reward as floats; None and what is not finite become NaN.
 
     A number is one of Python, or a scalar, array or tensor of NumPy or torch that holds just one.
+    TypeError for what has no order, or holds letters.
     """
+    if isinstance(values, (Mapping, Set, str, bytes)):
+        raise TypeError(f"scores must be a list, array or tensor, not a {type(values).__name__}")
     listed = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
     return [_number(value) for value in listed]
 

@@ -160,11 +160,13 @@ def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
             f"or as JSON; got {wanted!r:.100} and {unwanted!r:.100}"
         )
     include = [_wish(row, where, excluded=False) for row in wanted]
-    for wish in include:
-        side, index = wish.position or (POSITIONS[0], 0)
-        if side not in POSITIONS or not 0 <= index < len(include):
+    for own, wish in enumerate(include):
+        side, index = wish.position or (POSITIONS[0], None)
+        if side not in POSITIONS or index not in {None, *range(len(include))} - {own}:
             sides = ", ".join(POSITIONS)
-            raise ValueError(f"{where}: position {wish.position}: give one of {sides} and an index")
+            raise ValueError(
+                f"{where}: position {wish.position}: give one of {sides}, and another entry's index"
+            )
     return include, [_wish(row, where, excluded=True) for row in unwanted]
 
 
@@ -179,19 +181,21 @@ def _unpacked(value: Any) -> Any:
 def _wish(row: Any, where: str, *, excluded: bool) -> Wish:
     row = _unpacked(row)
     if isinstance(row, Mapping):
-        row = {"color": None, **row, "position": _unpacked(row.get("position"))}
+        given = {name: value for name, value in row.items() if value is not None}
+        row = {"color": None, **given, "position": _unpacked(given.get("position"))}
     match row:
         case {
             "class": str(name),
             "count": int(count),
             "color": str() | None as color,
             "position": [str(), int()] | None as place,
-        } if count > 0:
+            **further,
+        } if count > 0 and not further and not (excluded and (color or place)):
             position = None if place is None else (place[0], place[1])
             return Wish(name=name, count=count, color=color, position=position, excluded=excluded)
     raise ValueError(
         f"{where}: {row!r} must be an object with class and count, and perhaps color and position "
-        "[side, index]"
+        "[side, index]; in exclude with class and count alone"
     )
 
 

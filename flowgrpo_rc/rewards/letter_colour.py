@@ -66,12 +66,14 @@ def wanted_picture(source: np.ndarray, colour: Sequence[float]) -> tuple[np.ndar
 
 def _colour(prompt: Prompt) -> Sequence[float]:
     match prompt.metadata.get("colour"):
-        case [int() | float(), int() | float(), int() | float()] as colour if prompt.images:
+        case [int() | float(), int() | float(), int() | float()] as colour if prompt.images and all(
+            0 <= level <= 255 for level in colour
+        ):
             return colour
     raise ValueError(
         f"{prompt_name(prompt)} has {len(prompt.images)} images and "
         f"colour={prompt.metadata.get('colour')!r}: it needs an image and "
-        '"colour": [red, green, blue]'
+        '"colour": [red, green, blue], from 0 to 255'
     )
 
 

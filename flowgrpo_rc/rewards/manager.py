@@ -30,6 +30,7 @@ from flowgrpo_rc.rewards.caller import Caller
 from flowgrpo_rc.rewards.groups import Groups, Member, whole_groups
 
 PACKAGE = "flowgrpo_rc.rewards"
+_MOST_LISTED = 200  # prompts that cannot be scored
 PATIENCE_S = 10.0  # for the calls that run when the rewards are closed
 _OF_OPTION = re.compile(r"\w+=")  # how a message about one option of a reward begins
 logger = logging.getLogger(__name__)
@@ -102,23 +103,28 @@ def check_needs(config: RewardConfig) -> None:
 
 
 def check_prompts(
-    config: RewardConfig, prompts: Sequence[Prompt], place: Callable[[int], str]
+    config: RewardConfig, prompts: Sequence[Prompt], places: Callable[[], Sequence[str]]
 ) -> None:
-    """Raises ValueError, naming the place of the first prompt that a reward cannot score.
+    """Raises ValueError, naming the places of the prompts that a reward cannot score.
 
-    `place` says where the prompt of an index stands. No model that samples is loaded.
+    `places` says where each prompt stands. No model that samples is loaded.
     """
     for name, term in _build_terms(config).items():
-        faults = []
+        faults = {}
         for prompt in prompts:
             try:
                 term.reward.check_prompt(prompt)
             except ValueError as error:
-                faults.append((prompt.index, error))
+                faults[prompt.index] = error
         if faults:
-            index, first = faults[0]
-            more = f"; {len(faults) - 1} more of {len(prompts)} prompts" if faults[1:] else ""
-            raise ValueError(f"{place(index)}: reward.terms.{name}: {first}{more}") from first
+            where = places()
+            first, *others = faults
+            file = f"{where[first].rpartition(', ')[0]}, "
+            listed = ", ".join(where[index].removeprefix(file) for index in others[:_MOST_LISTED])
+            more = f"; {len(others)} more of {len(prompts)} prompts: {listed}" if others else ""
+            raise ValueError(
+                f"{where[first]}: reward.terms.{name}: {faults[first]}{more}"
+            ) from faults[first]
 
 
 def groupwise_terms(config: RewardConfig) -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,14 @@ class Remote(Reward):
                 raise ValueError(
                     f"part_names={list(self.part_names)}: the server returns the parts {offered}"
                 )
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if JSON has no form for the prompt's metadata."""
+        try:
+            json.dumps(dict(prompt.metadata), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            remedy = "drop that column, or make it text"
+            raise ValueError(f"its metadata cannot be sent as JSON: {error}: {remedy}") from error
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
         chunks = batches(len(prompts), self._batch_size)

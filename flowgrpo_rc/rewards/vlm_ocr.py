@@ -41,6 +41,12 @@ class VlmOCR(AsksVlm):
         super().__init__(vlm)
         self._instruction = instruction
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if the target has a break, since none is left in what is read."""
+        target = target_of(prompt)
+        if len(target.replace(" ", "").split()) > 1:
+            raise ValueError(f"no image can score 1: write a space for the break in {target!r}")
+
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         for prompt in prompts:  # before the model is asked
             target_of(prompt)

@@ -112,6 +112,21 @@ def test_other_cut_prompts_are_counted_and_the_first_is_named(
     assert "2 of 2 prompts are cut" in caplog.text
 
 
+def test_negative_prompts_are_counted_too(
+    overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "p.jsonl"
+    rows = [{"prompt": "a", "negative_prompt": text} for text in (" ", "dark", LONG)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert dry_run(overrides, file, "rollout.pipeline.guidance_scale=3") == 0
+    assert caplog.text.count("1 of 3 negative prompts are cut: they have more than") == 6
+    assert f"the first is data.val_files: {file}, line 3" in caplog.text
+    caplog.clear()
+    assert dry_run(overrides, file) == 0
+    assert "2 of 3 prompts bring a negative prompt, which has no effect without" in caplog.text
+    assert "are cut" not in caplog.text
+
+
 def test_suites_are_checked_too(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,6 @@ def test_a_prompt_that_a_reward_cannot_score_is_named_with_its_line(
         ValueError, match=rf"{key}: .*jsonl, line 2: reward\.terms\.{words}"
     ) as error:
         check_inputs(config_of(*settings))
-    assert str(error.value).endswith("; 1 more of 3 prompts")
+    assert str(error.value).endswith("; 1 more of 3 prompts: line 3")
     (tmp_path / f"{key}.jsonl").write_text(json.dumps({"prompt": "x"} | good))
     check_inputs(config_of(*settings))

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from flowgrpo_rc.data.prompts import place_of, read_prompts
+from flowgrpo_rc.data.prompts import places_of, read_prompts
 from flowgrpo_rc.pictures import read_picture
 
 
@@ -113,5 +113,4 @@ def test_the_place_of_a_prompt_counts_through_all_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     key = "data.train_files"
-    assert place_of(files, key, 1) == f"{key}: {files[0]}, line 2"
-    assert place_of(files, key, 2) == f"{key}: {files[1]}, line 1"
+    assert places_of(files, key)[1:] == [f"{key}: {files[0]}, line 2", f"{key}: {files[1]}, line 1"]

@@ -79,6 +79,12 @@ DOG = {"class": "dog", "count": 1}
         ({"include": [DOG | {"count": 0}]}, "must be an object with class and count"),
         ({"include": [DOG | {"position": ["near", 0]}]}, "position .*: give one of left of"),
         ({"include": [DOG | {"position": ["above", 1]}]}, "position .*: give one of left of"),
+        ({"include": [DOG | {"position": ["above", 0]}]}, "position .*, and another entry's index"),
+        ({"include": [DOG | {"colour": "red"}]}, r"'colour': 'red'.* and position \["),
+        (
+            {"include": [DOG], "exclude": [DOG | {"color": "red"}]},
+            "in exclude with class and count",
+        ),
         ({"include": [DOG | {"position": ["above"]}]}, r"perhaps color and position \["),
         ({"include": [DOG | {"position": "above"}]}, r"perhaps color and position \["),
         ({"include": [DOG | {"color": 3}]}, r"perhaps color and position \["),

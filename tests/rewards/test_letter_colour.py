@@ -66,6 +66,8 @@ def test_a_source_without_letters_has_no_score() -> None:
         (Prompt(text="x", index=0, metadata={"colour": [1, 2, 3]}), "has 0 images"),
         (prompt(picture(INK), colour="red"), "colour='red': it needs"),
         (prompt(picture(INK), colour=["1", "2", "3"]), "colour=.*: it needs"),
+        (prompt(picture(INK), colour=[256, 0, 0]), "colour=.*, from 0 to 255"),
+        (prompt(picture(INK), colour=[float("nan"), 0, 0]), "colour=.*, from 0 to 255"),
     ],
 )
 def test_what_it_cannot_compare_is_an_error(asked: Prompt, words: str) -> None:

@@ -86,6 +86,8 @@ class Returns(Reward):
             "array": Scores(values=np.array([np.nan, *values[1:]], np.float32)),
             "tensor": Scores(values=torch.tensor([torch.inf, *values[1:]])),
             "column": Scores(values=np.array(values)[:, None]),
+            "mapping": Scores(values=dict(enumerate(values))),
+            "set": Scores(values=set(values)),
         }[self.what]
 
 
@@ -146,6 +148,7 @@ SAID = {
     "text": "'0.5' is no finite number",
 }
 WHOLE_CHUNK = ["raise", "none", "list", "short", "long", "no values", "undeclared part", "column"]
+WHOLE_CHUNK += ["mapping", "set"]
 SINGLE = ["nan", "inf", "text", "None inside", "array", "tensor"]
 
 

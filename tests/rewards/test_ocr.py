@@ -10,6 +10,7 @@ from rapidocr import RapidOCR
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.ocr import OCR, ocr_score
 from flowgrpo_rc.rewards.video_ocr import VideoOCR
+from flowgrpo_rc.rewards.vlm_ocr import VlmOCR
 
 
 def draw(
@@ -107,6 +108,14 @@ def test_a_target_beyond_the_alphabet_of_the_reader_is_refused(reward, target, m
         return
     with pytest.raises(ValueError, match=rf"cannot write {missing} of the target .*vlm_ocr"):
         reward.check_prompt(prompt(target))
+
+
+def test_a_vlm_writes_all_letters_and_no_breaks():
+    reward = VlmOCR(url="http://127.0.0.1:1", model="m")
+    reward.check_prompt(prompt("Straße  5 €"))
+    for target in ("HAPPY\nDAY", "A\tB", "A\u2028B"):
+        with pytest.raises(ValueError, match="write a space for the break in"):
+            reward.check_prompt(prompt(target))
 
 
 WORDS = ["5WSJ", "KBCA", "F4W7", "HEY", "MUSEUM"]

@@ -23,8 +23,8 @@ from flowgrpo_rc.rewards.vlm.server import VlmServer
 
 LONGEST_ANSWER = 20_000  # characters of an answer that are read, from its end
 MOST_BRACES = 100  # in an answer, at which a JSON object is looked for
-# Not a part of a word, such as SD3 or gpt-4o, and not an end of a range.
-_NUMBER = r"(?<![\w.])(?<![\w.]-)[-+]?[0-9]+(?:\.[0-9]+)?(?!\w|\.[0-9]|-[0-9])"
+# Not a part of a word, such as SD3 or gpt-4o, nor an end of a range or of 7,5 and 1,000.
+_NUMBER = r"(?<![\w.])(?<![\w.]-)(?<![0-9],)[-+]?[0-9]+(?:\.[0-9]+)?(?!\w|[.,][0-9]|-[0-9])"
 _SHARE = re.compile(rf"({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?")
 _RANGE = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)\s*(?:to|and|-|\u2013)\s*(-?[0-9]+(?:\.[0-9]+)?)")
 _PLACE = re.compile(r"\{(\w+)\}")

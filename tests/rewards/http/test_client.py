@@ -6,6 +6,8 @@ import logging
 import socket
 import threading
 import time
+from datetime import datetime
+from decimal import Decimal
 from itertools import count
 from pathlib import Path
 
@@ -201,6 +203,14 @@ def test_a_token_that_the_server_refuses(status: str) -> None:
         pytest.raises(ValueError, match=f"answered {status[:3]}.*token_env"),
     ):
         Remote(url=server.url).check()
+
+
+@pytest.mark.parametrize("value", [datetime(2026, 1, 2), Decimal("0.5"), b"a", float("nan")])
+def test_metadata_that_json_cannot_hold_is_refused_before_a_run(value: object) -> None:
+    remote = Remote(url="http://127.0.0.1:1")
+    remote.check_prompt(Prompt(text="x", index=0, metadata={"a": [1, {"b": None}]}))
+    with pytest.raises(ValueError, match=r"metadata cannot be sent as JSON: .*: drop that"):
+        remote.check_prompt(Prompt(text="x", index=0, metadata={"a": [value]}))
 
 
 def test_parts_or_a_model_that_the_server_does_not_have() -> None:
