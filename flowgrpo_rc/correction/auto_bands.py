@@ -33,15 +33,10 @@ FLOOR = 1e-6
 
 
 class Scale(NamedTuple):
-    """Where a band lies and how wide it is, at each step of the schedule.
+    """Where a band lies and how wide it is, at each step of the schedule; float64, [U * S]."""
 
-    Attributes:
-      centre: median of the observations, float64, [U * S]; 0 until the step is warm.
-      spread: their robust standard deviation, float64, [U * S]; inf until the step is warm.
-    """
-
-    centre: Tensor
-    spread: Tensor
+    centre: Tensor  # median of the observations; 0 until the step is warm
+    spread: Tensor  # their robust standard deviation; inf until the step is warm
 
 
 class _Judged(NamedTuple):

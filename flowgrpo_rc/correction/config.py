@@ -28,25 +28,15 @@ METRIC_NAMES = ("verl", "slime", "both")
 
 
 class Rules(NamedTuple):
-    """The settings, parsed: what the maths applies.
+    """The settings, parsed: what the maths applies."""
 
-    Attributes:
-      level: level of the weights, one of `IS_LEVELS`; None without weights.
-      bounds: what happens to a weight outside its bounds.
-      batch_normalize: whether weights are divided by their mean over the batch.
-      over_kept: whether that mean is over the kept steps only.
-      bands: the criteria whose bounds are numbers.
-      log_veto: logarithm of the ratio below which a step rejects its sequence; None without a veto.
-      auto: the criteria whose bounds follow the run (`auto_bands.AutoBands`).
-    """
-
-    level: str | None
+    level: str | None  # of the weights, one of `IS_LEVELS`; None without weights
     bounds: WeightBounds
-    batch_normalize: bool
-    over_kept: bool
-    bands: tuple[Band, ...]
-    log_veto: float | None
-    auto: tuple[Band, ...] = ()
+    batch_normalize: bool  # whether weights are divided by their mean over the batch
+    over_kept: bool  # whether that mean is over the kept steps only
+    bands: tuple[Band, ...]  # the criteria whose bounds are numbers
+    log_veto: float | None  # of the ratio below which a step rejects its sequence; None for none
+    auto: tuple[Band, ...] = ()  # the criteria whose bounds follow the run: `AutoBands`
 
     @property
     def per_step(self) -> bool:

@@ -23,15 +23,10 @@ Gather = Callable[[Tensor], Tensor]
 
 
 class Iteration(NamedTuple):
-    """The observations of one iteration.
+    """The observations of one iteration."""
 
-    Attributes:
-      steps: the step of the schedule that each observation belongs to, int64, [N].
-      values: the observations, float64, [N]; nan where there was none.
-    """
-
-    steps: Tensor
-    values: Tensor
+    steps: Tensor  # of the schedule, that each belongs to, int64, [N]
+    values: Tensor  # float64, [N]; nan where there was none
 
 
 class History:

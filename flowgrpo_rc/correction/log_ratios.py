@@ -26,36 +26,22 @@ _LARGEST_EXPONENT = 600.0
 class LogRatios(NamedTuple):
     """Log-ratios training / rollout of a block of rows, and what follows from them.
 
-    All values but `difference` are 0 outside `finite_mask`.
-
-    Attributes:
-      difference: training minus rollout log-prob as it came, possibly not finite, [b, T].
-      step_mask: bool, the steps that exist, [b, T].
-      finite_mask: bool, the existing steps whose difference, and exact KL if there is one, are
-        finite, [b, T].
-      log_ratio: `difference` inside `finite_mask`, [b, T].
-      ratio_minus_one: exp(log_ratio) - 1, [b, T].
-      k3: exp(log_ratio) - 1 - log_ratio, [b, T].
-      num_steps_B: number of existing steps of each row, [b].
-      num_finite_B: number of finite steps of each row, [b].
-      training_sum_B: sum of the training log-probs over finite steps, [b].
-      rollout_sum_B: sum of the rollout log-probs over finite steps, [b].
-      log_ratio_sum_B: sum of the log-ratios over finite steps, [b].
-      step_kl: exact KL between the Gaussians of each step, [b, T]; None without Gaussians.
+    All values but `difference` are 0 outside `finite_mask`. They are [b, T], or [b] if they end in
+    `_B`, and those are sums or numbers of steps.
     """
 
-    difference: Tensor
-    step_mask: Tensor
-    finite_mask: Tensor
-    log_ratio: Tensor
-    ratio_minus_one: Tensor
-    k3: Tensor
+    difference: Tensor  # training minus rollout log-prob as it came, possibly not finite
+    step_mask: Tensor  # bool, the steps that exist
+    finite_mask: Tensor  # bool, those of them whose difference, and exact KL, are finite
+    log_ratio: Tensor  # `difference` inside `finite_mask`
+    ratio_minus_one: Tensor  # exp(log_ratio) - 1
+    k3: Tensor  # exp(log_ratio) - 1 - log_ratio
     num_steps_B: Tensor
     num_finite_B: Tensor
-    training_sum_B: Tensor
-    rollout_sum_B: Tensor
+    training_sum_B: Tensor  # of the training log-probs over finite steps
+    rollout_sum_B: Tensor  # of the rollout log-probs, likewise
     log_ratio_sum_B: Tensor
-    step_kl: Tensor | None
+    step_kl: Tensor | None  # exact KL between the Gaussians of each step; None without Gaussians
 
     @property
     def log_ratio_mean_B(self) -> Tensor:

@@ -17,19 +17,12 @@ from flowgrpo_rc.correction.weights import outside, weigh
 
 
 class Reason(NamedTuple):
-    """A criterion that does not keep a row.
-
-    Attributes:
-      criterion: its name.
-      value: its statistic; for k1 the ratio training / rollout.
-      lower: the least value that is kept; None without a lower bound, and for `auto`.
-      upper: the largest value that is kept; None without an upper bound, and for `auto`.
-    """
+    """A criterion that does not keep a row."""
 
     criterion: str
-    value: float
-    lower: float | None = None
-    upper: float | None = None
+    value: float  # its statistic; for k1 the ratio training / rollout
+    lower: float | None = None  # the least value that is kept; None for no bound, and for `auto`
+    upper: float | None = None  # the largest value that is kept; likewise
 
 
 def reasons(

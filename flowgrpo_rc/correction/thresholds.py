@@ -57,16 +57,10 @@ class Band(NamedTuple):
 
 
 class WeightBounds(NamedTuple):
-    """Says what happens to an importance weight outside its bounds.
+    """Says what happens to an importance weight outside its bounds."""
 
-    Attributes:
-      mode: one of `IS_MODES`; `weights.bound` says what they do.
-      lower: lower bound, 0 for none.
-      upper: upper bound.
-    """
-
-    mode: str
-    lower: float
+    mode: str  # one of `IS_MODES`; `weights.bound` says what they do
+    lower: float  # 0 for none
     upper: float
 
 

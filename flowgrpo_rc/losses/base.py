@@ -185,16 +185,12 @@ class Velocities(NamedTuple):
 
         x_t = (1 - sigma) x + sigma e,   with a clean sample x and noise e
 
-    Attributes:
-      current: of the current policy, [b, t, ...]; differentiable.
-      old: of the old policy, [b, t, ...].
-      target: e - x, which flow matching regresses on, [b, t, ...].
-      sigma: the noise level, [b, t].
+    The noise level sigma is [b, t], all others are [b, t, ...].
     """
 
-    current: Tensor
-    old: Tensor
-    target: Tensor
+    current: Tensor  # of the current policy; differentiable
+    old: Tensor  # of the old policy
+    target: Tensor  # e - x, which flow matching regresses on
     sigma: Tensor
 
 
@@ -274,22 +270,14 @@ class LossTerms(NamedTuple):
     """A loss that adds up over micro-batches and processes.
 
     Sum the totals, and divide once by the denominator of the summed `parts`.
-
-    Attributes:
-      total: sum of the loss, scalar, differentiable.
-      share: how much each step counts in `total`, [B, T].
-      parts: what `denominator` needs, [3] float64: see `counts`.
-      metrics: names without prefix.
-      keep_mask: bool, the steps that were not rejected, [B, T].
-      weights: what the loss of each step was multiplied by, [B, T]; None for nothing.
     """
 
-    total: Tensor
-    share: Tensor
-    parts: Tensor
-    metrics: MetricBag
-    keep_mask: Tensor
-    weights: Tensor | None
+    total: Tensor  # sum of the loss, scalar, differentiable
+    share: Tensor  # how much each step counts in it, [B, T]
+    parts: Tensor  # what `denominator` needs, [3] float64: see `counts`
+    metrics: MetricBag  # names without prefix
+    keep_mask: Tensor  # bool, the steps that were not rejected, [B, T]
+    weights: Tensor | None  # what the loss of each step was multiplied by, [B, T]
 
 
 def counts(number: Tensor, weights: Tensor | None = None) -> Tensor:
