@@ -110,8 +110,7 @@ class AutoBands:
         Args:
           batch: samples with rollout log-probs, [b, T].
           training: log-probs of the training graph, [b, T].
-          step_kl: exact KL between rollout's and training graph's steps, [b, T]; None unless a
-            criterion needs it.
+          step_kl: exact KL of the steps, [b, T]; None unless a criterion needs it.
           updates: how many updates of the iteration came before.
           remember: add the observations to those that the next iterations are judged by.
 

@@ -55,21 +55,12 @@ def gap_metrics(
 
         log_ppl_diff = log(training perplexity / rollout perplexity) = mean_t(-log r_t)
 
-    of each sequence, with the ratio r_t = training / rollout of step t. `kl` is the mean of
-    -log r_t over all steps, `chi2_token` that of r_t^2 - 1.
+    of each sequence, with the ratio r_t = training / rollout of step t. `kl` is the mean of -log
+    r_t over all steps, `chi2_token` that of r_t^2 - 1.
 
-    Args:
-      num_finite_B: number of finite steps of each row, [B].
-      training_sum_B: sum of the training log-probs over these steps, [B].
-      rollout_sum_B: sum of the rollout log-probs, [B].
-      log_ratio_sum_B: sum of log r_t, [B].
-      k3_sum_B: sum of r_t - 1 - log r_t, [B].
-      chi2_sum_B: sum of r_t^2 - 1, [B].
-      absolute_sum_B: sum of |log r_t|, [B].
-      highest_absolute_B: maximum of |log r_t|, [B].
-
-    Returns:
-      The metrics, names without prefix.
+    The columns, [B], are sums over the finite steps of each row: of log-probs, of log r_t, of r_t -
+    1 - log r_t, of r_t^2 - 1 and of |log r_t|, whose maximum is the last. Names of metrics have no
+    prefix.
     """
     metrics = MetricBag()
     present_B = num_finite_B > 0
@@ -140,23 +131,10 @@ def weight_metrics(
     Mean, standard deviation and effective sample size are over finite steps. Standard deviations
     are built from moments about 1, which keep their digits where weights are 1 + 1e-8.
 
-    Args:
-      bounds: the bounds of the weights.
-      per_step: whether steps are weighed, and not sequences. Fractions beyond the bounds count
-        these.
-      num_finite_B: number of finite steps of each row, [B].
-      raw_sum_B: sum over these steps of the weights before their bounds, [B].
-      used_sum_B: sum of w, [B].
-      square_sum_B: sum of w^2, [B].
-      deviation_sum_B: sum of w - 1, [B].
-      deviation_square_sum_B: sum of (w - 1)^2, [B].
-      highest_B: largest weight, -inf without any, [B].
-      lowest_B: smallest weight, inf without any, [B].
-      num_high_B: number of weights above the upper bound, [B].
-      num_low_B: number of weights below the lower bound, [B].
-
-    Returns:
-      The metrics, names without prefix.
+    The columns, [B], are sums over the finite steps of each row: of the weights before their
+    bounds, of w, w^2, w - 1 and (w - 1)^2; the largest and the smallest weight, -inf and inf
+    without any; and how many are above and below the bounds, of steps or of sequences. Names of
+    metrics have no prefix.
     """
     metrics = MetricBag()
     num_finite = num_finite_B.sum()

@@ -91,17 +91,10 @@ def compute_log_ratios(
     step_mask: Tensor,
     step_kl: Tensor | None = None,
 ) -> LogRatios:
-    """Computes the log-ratios of a block of rows, without gradient.
+    """Computes the log-ratios of a block of rows, without gradient, in float64.
 
-    Args:
-      training_log_probs: log-probs of the training graph, of any floating dtype, [b, T].
-      rollout_log_probs: log-probs of the policy that sampled, [b, T].
-      step_mask: bool, the steps that exist, [b, T].
-      step_kl: exact KL between rollout's and training graph's steps, [b, T]; None without
-        Gaussians.
-
-    Returns:
-      The log-ratios and what follows from them, float64.
+    Log-probs of training graph and rollout are of any floating dtype, [b, T], like the exact KL of
+    the steps, None without Gaussians; the mask is bool, [b, T].
     """
     training_log_probs = training_log_probs.detach().double()
     rollout_log_probs = rollout_log_probs.detach().double()

@@ -80,7 +80,6 @@ class AutoClip:
           floor: the least bound; None for the bound of the published recipe.
           centered: whether the loss takes centered log-ratios.
           num_steps: number of steps of the schedule, S.
-          device: where the observations are kept.
         """
         self._loss = loss
         self._centered = centered

@@ -47,21 +47,14 @@ class LossBound(NamedTuple):
     """A quantity that a loss compares with one of its options at every step.
 
     A calibration sets the option above the values that the mismatch alone produces.
-
-    Attributes:
-      option: name of the option, such as clip_ratio.
-      value: the option's configured value; of each step, [B, T], if it follows the mismatch.
-      reference: the option's value in the published recipe.
-      what: the quantity in words, such as "the mismatch".
-      values: [B, T] float64; a log-ratio, whose |exp(log_ratio) - 1| the option bounds, or a KL,
-        which it bounds itself.
-      is_kl: whether `values` is a KL; a KL grows with the square of a movement.
     """
 
-    option: str
-    value: float | Tensor
-    reference: float
-    what: str
+    option: str  # such as clip_ratio
+    value: float | Tensor  # its configured value; of each step, [B, T], if it follows the mismatch
+    reference: float  # its value in the published recipe
+    what: str  # the quantity in words, such as "the mismatch"
+    # [B, T] float64; a log-ratio, whose |exp(log_ratio) - 1| the option bounds, or a KL, which it
+    # bounds itself. A KL grows with the square of a movement.
     values: Tensor
     is_kl: bool = False
 

@@ -37,22 +37,13 @@ Velocity = Callable[[Tensor, Tensor], Tensor]  # x [B, ...], timesteps [B] -> ve
 
 
 class Trajectory(NamedTuple):
-    """The result of sampling: the final latents, and a record of the window's steps.
+    """The result of sampling: the final latents, and a record of the window's steps."""
 
-    Attributes:
-      final: the latents at sigma 0, [B, ...].
-      window_latents: the states before and after the steps of the window, [B, T+1, ...]; the final
-        latents if the window is empty.
-      log_probs: log-probability of each step of the window, [B, T], in nats per element.
-      schedule: the schedule that was walked.
-      means: mean of each step of the window, [B, T, ...]; None unless they were asked for.
-    """
-
-    final: Tensor
-    window_latents: Tensor
-    log_probs: Tensor
-    schedule: Schedule
-    means: Tensor | None
+    final: Tensor  # the latents at sigma 0, [B, ...]
+    window_latents: Tensor  # states before and after each step, [B, T+1, ...]; the final without T
+    log_probs: Tensor  # of each step of the window, [B, T], in nats per element
+    schedule: Schedule  # that was walked
+    means: Tensor | None  # of each step of the window, [B, T, ...]; None unless asked for
 
 
 class FlowPolicy(Policy[DiffusionBatch]):

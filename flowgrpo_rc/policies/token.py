@@ -26,18 +26,11 @@ _LARGEST = 20.0
 
 
 class Responses(NamedTuple):
-    """Sampled responses.
+    """Sampled responses, padded on the right."""
 
-    Attributes:
-      ids: tokens, int64, [B, T], padded on the right.
-      mask: bool, [B, T]; True up to and including the end token.
-      log_probs: log-probability of each token at the temperature of the sampling, fp32, [B, T], in
-        nats; 0 at padding.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    log_probs: Tensor
+    ids: Tensor  # tokens, int64, [B, T]
+    mask: Tensor  # bool, [B, T]; True up to and including the end token
+    log_probs: Tensor  # at the temperature of the sampling, fp32, [B, T], in nats; 0 at padding
 
 
 class TokenPolicy(Policy[TokenBatch]):
@@ -189,11 +182,8 @@ class _Sampler(LogitsProcessor):
     """Samples inside of transformers' `generate`, with random numbers and log-probs of ours.
 
     `generate` runs a greedy search. At each call this draws the token and leaves it as the only one
-    that the search can take.
-
-    Args:
-      uniforms: random numbers in [0, 1), [B, T]; column t serves the t-th call.
-      temperature: of the sampling; 0 leaves the choice to the greedy search.
+    that the search can take. Column t of the random numbers, [B, T], serves the t-th call;
+    temperature 0 leaves the choice to the greedy search.
     """
 
     def __init__(self, uniforms: Tensor, temperature: float) -> None:

@@ -61,15 +61,10 @@ class Objective(ABC):
         batch: Any,
         gaussian: GaussianSteps | None,
     ) -> PolicyLoss:
-        """Computes the configured policy loss of each step, [B, T].
+        """Computes the configured policy loss of each step, [B, T]; differentiable in `current`.
 
-        Args:
-          current: of the current policy, as `compared` returns it, [B, T]; differentiable.
-          old: of the old policy, [B, T].
-          advantages: clipped, [B, T].
-          keep_mask: bool, the steps that were not rejected, [B, T].
-          batch: the samples.
-          gaussian: the current policy's steps, [B, T]; None where steps are not Gaussian.
+        `current` and `old` are as `compared` returns them, advantages are clipped, `keep_mask`
+        holds the steps that were not rejected; `gaussian` is None where steps are not Gaussian.
         """
 
     def compared(
