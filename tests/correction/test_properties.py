@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from support.builders import expected, loss_config, run, settings, token_batch
-from support.oracles import CRITERIA, LEVELS, MODES, SAFETY, Clip, Rule, clipped
+from support.oracles import CRITERIA, LEVELS, MODES, SAFETY, Rule
 from torch import Tensor
 
 from flowgrpo_rc import (
@@ -194,18 +194,3 @@ def test_padding_changes_nothing(case, rule, left, right, rubbish):
     if found.weights is not None:
         torch.testing.assert_close(other.weights[:, inside], found.weights)
         assert torch.count_nonzero(other.weights) == torch.count_nonzero(found.weights)
-
-
-def test_the_clip_of_the_oracle_is_that_of_the_paper():
-    """The oracle's cases are compared with max(-A r, -A clip(r)), so the tests rest on the
-    formula.
-    """
-    for advantage in (-2.0, 0.0, 2.0):
-        for ratio in (0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0, 4.0):
-            held = min(max(ratio, 0.8), 1.2)
-            loss = max(-advantage * ratio, -advantage * held)
-            if advantage < 0:
-                loss = min(loss, -advantage * 3.5)
-            assert clipped(
-                torch.tensor(ratio).double(), advantage, Clip(0.2, 0.2, 3.5)
-            ).item() == pytest.approx(loss)

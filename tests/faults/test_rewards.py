@@ -32,29 +32,14 @@ class Faulty(Reward):
                     time.sleep(0.01)
             case "is slow in step 2":
                 time.sleep(1.5 if num_rows(self.run) == 2 else 0)
-            case "raises":
-                raise KeyError("broken on purpose")
             case "calls sys.exit":
                 raise SystemExit(0)
-            case "raises KeyboardInterrupt":
-                raise KeyboardInterrupt
-            case "returns NaN":
-                values = [float("nan")] * len(values)
-            case "returns too few":
-                values = values[:-1]
-            case "returns a text":
-                return "0.5"
         return Scores(values=values)
 
 
 SAID = {
     "hangs": "TimeoutError: the call took longer than reward.timeout_s=1",
-    "raises": "KeyError: 'broken on purpose'",
     "calls sys.exit": "SystemExit: 0",
-    "raises KeyboardInterrupt": "KeyboardInterrupt: ",
-    "returns NaN": "nan is no finite number",
-    "returns too few": "ValueError: it returned 1 scores for 2 samples",
-    "returns a text": "TypeError: it returned str instead of Scores",
 }
 
 

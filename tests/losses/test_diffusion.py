@@ -234,23 +234,6 @@ def test_decoupled_selects_rows_out_too(level):
     assert all(math.isfinite(x) for x in [*bag.compute().values(), *metrics.compute().values()])
 
 
-def test_everything_rejected_is_a_loss_of_zero():
-    rollout, _, now, advantages = drawn()
-    for loss_type in ("ppo_clip", "reinforce"):
-        correction = RolloutCorrectionConfig(
-            bypass_mode=True, loss_type=loss_type, rollout_rs="token_k1", rollout_rs_threshold="5_6"
-        )
-        value, gradient, metrics = value_and_gradient(
-            loss_config(correction), now, bypass(rollout, advantages)
-        )
-        assert value == 0
-        assert torch.count_nonzero(gradient) == 0
-        values = metrics.compute()
-        assert "clip_fraction" not in values
-        assert values["pg_loss"] == 0
-        assert values["rollout_corr/rollout_rs_masked_fraction"] == 1
-
-
 def test_a_mask_on_the_batch_also_holds_in_bypass():
     rollout, _, now, advantages = drawn()
     mask = torch.ones(8, 3, dtype=torch.bool)

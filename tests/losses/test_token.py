@@ -17,7 +17,6 @@ from support.builders import (
     reference_loss,
     settings,
     summed,
-    tensor,
     token_batch,
 )
 from support.oracles import Clip, Rule
@@ -138,43 +137,6 @@ def test_pure_importance_sampling_sums_over_a_response():
     found, expected = found_for(config, batch, now)[1], gradient_of(total, now)[1]
     assert torch.allclose(found, expected, rtol=1e-12)
     assert weight_B.max() == 2
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "normalize", "rejected", "value"),
-    [
-        ("token-mean", None, None, -7 / 4),
-        ("seq-mean-token-sum", None, None, -7 / 2),
-        ("seq-mean-token-mean", None, None, -3 / 2),
-        # A rejected token leaves the denominator unless all count.
-        ("token-mean", None, (1, 2), -5 / 3),
-        ("token-mean", "all", (1, 2), -5 / 4),
-        ("seq-mean-token-sum", None, (1, 2), -5 / 2),
-        ("seq-mean-token-sum", "all", (1, 2), -5 / 2),
-        ("seq-mean-token-mean", None, (1, 2), -3 / 2),
-        ("seq-mean-token-mean", "all", (1, 2), (-1 - 4 / 3) / 2),
-        # A response that is wholly rejected is no sequence of the mean.
-        ("token-mean", None, (0, 0), -6 / 3),
-        ("token-mean", "all", (0, 0), -6 / 4),
-        ("seq-mean-token-sum", None, (0, 0), -6),
-        ("seq-mean-token-sum", "all", (0, 0), -6 / 2),
-        ("seq-mean-token-mean", None, (0, 0), -2),
-        ("seq-mean-token-mean", "all", (0, 0), -2 / 2),
-    ],
-)
-def test_the_aggregations_by_hand(aggregation, normalize, rejected, value):
-    """On-policy, with advantages 1 | 2 and lengths 1 | 3."""
-    rollout = torch.zeros(2, 3, dtype=torch.float64)
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    kept = torch.ones_like(mask)
-    if rejected is not None:
-        kept[rejected] = False
-    advantages = tensor([[1.0], [2.0]]).expand(2, 3)
-    fields = {"advantages": advantages, "rejection_mask": kept}
-    batch = apply_bypass_mode(token_batch(rollout, mask, **fields))
-    correction = RolloutCorrectionConfig(bypass_mode=True, normalize=normalize)
-    found = token_loss(loss_config(correction, loss_agg_mode=aggregation), rollout, batch)[0]
-    assert found.item() == pytest.approx(value, abs=1e-15)
 
 
 # --- Clips
