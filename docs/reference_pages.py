@@ -21,6 +21,7 @@ from metric_names import SECTIONS, SLIME
 
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.names import KEYS
 from flowgrpo_rc.config.tree import Config
 
 DOCS = Path(__file__).parent
@@ -176,3 +177,4 @@ _VALID = [to_config(compose_config([], config_name=name)) for name in ("tiny_ocr
 if __name__ == "__main__":
     (DOCS / "configuration.md").write_text(configuration(), encoding="utf-8")
     (DOCS / "metrics.md").write_text(metrics(), encoding="utf-8")
+    KEYS.write_text("".join(f"{key}\n" for key, _ in keys(Config(), "")))

@@ -112,6 +112,10 @@ class _WithoutSecrets(logging.Formatter):
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """Parses a command line; options may stand before, between and behind overrides."""
     parser, commands = _parsers()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what the next word may be
+        from flowgrpo_rc.commands.completing import complete
+
+        complete(parser, commands.values())
     arguments = argparse.Namespace(words=list(words))
     if not words or words[0] not in commands:
         return parser.parse_args(words, arguments)  # prints help, the version or an error
@@ -127,6 +131,8 @@ def _unknown_option(option: str, command: argparse.ArgumentParser, *, takes_sett
     name = option.partition("=")[0]
     message = f"there is no option {name}"
     word = name.lstrip("-").replace("-", "_")
+    if name in ("-m", "--multirun"):
+        return f"{message}: for a sweep call flowgrpo_rc.train, such as from a study of Optuna"
     for key, others in OTHER_OPTIONS.items() if takes_settings else ():
         if word in others.split():
             return f"{message}: settings are written key=value, here {key}=..."

@@ -32,6 +32,7 @@ from flowgrpo_rc.config.config_files import (
     translated_name,
 )
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
+from flowgrpo_rc.config.names import config_folder as config_folder
 from flowgrpo_rc.config.rows import TRANSLATED, Row, check, resolved
 from flowgrpo_rc.config.setting import Setting
 from flowgrpo_rc.config.translate import is_whole_command, translate
@@ -82,13 +83,6 @@ class Composition(NamedTuple):
     def check(self) -> None:
         """Raises ValueError for settings that have no counterpart and change what is trained."""
         check(self.rows, self.config.compat.ignore)
-
-
-def config_folder() -> Path:
-    """Returns `configs/`, which is inside the package in a wheel and beside it in a source tree."""
-    package = Path(__file__).parents[1]
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
 
 
 def compose_config(

@@ -1,6 +1,8 @@
-"""Names of shipped files and of a variable, for whoever needs no more than the name."""
+"""Names and places of shipped files, for whoever needs no more than these."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 DEFAULT_CONFIG = "tiny_ocr"
 # What a whole command line of verl-omni leaves unsaid is that system's default.
@@ -9,3 +11,12 @@ OTHER_CONFIG = "verl_omni"
 EXPERIMENT = "experiment"
 # The environment variable with the token that clients of a served reward send.
 TOKEN_ENV = "FLOWGRPO_REWARD_TOKEN"
+# All keys, a line each; written by docs/reference_pages.py.
+KEYS = Path(__file__).with_name("keys.txt")
+
+
+def config_folder() -> Path:
+    """Returns `configs/`, which is inside the package in a wheel and beside it in a source tree."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -40,3 +41,26 @@ def test_help_and_usage_errors_import_nothing_heavy(words: list[str], code: int)
         check=True,
     )
     assert done.stdout.splitlines()[-1] == f"{code} []"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("flowgrpo-rc tra", "train "),
+        ("flowgrpo-rc plan --config-name token", "token_grpo "),
+        ("flowgrpo-rc train rollout.qu", "rollout.quantization="),
+        ("flowgrpo-rc train rollout.n=2 +experiment=sana", "+experiment=sana_600m_ocr_1xh100 "),
+        ("flowgrpo-rc train --dry", "--dry-run "),
+    ],
+)
+def test_a_shell_completes_the_word_at_the_cursor(line: str, found: str) -> None:
+    """argcomplete's protocol: the line in variables, the words on file descriptor 8."""
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$0" -c "$1" 8>&1 9>&2', sys.executable, PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **asked, "COMP_TYPE": "9"},
+    )
+    assert done.stdout == found

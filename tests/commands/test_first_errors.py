@@ -116,6 +116,7 @@ def test_none_of_these_errors_takes_the_libraries_of_models(
         ("train --dry_run", "did you mean '--dry-run'"),
         ("train --colour", "settings are written key=value"),
         ("eval run --steps 5", "there is no option --steps"),
+        ("train -m rollout.n=4,8", "there is no option -m: for a sweep call flowgrpo_rc.train"),
         ("trian", "invalid choice: 'trian'"),
         ("eval", "required: run_dir\n"),
     ],

@@ -15,6 +15,7 @@ import worker_tables
 from metric_names import SECTIONS, SLIME
 
 import flowgrpo_rc
+from flowgrpo_rc.config.names import KEYS
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.monitoring.mismatch import _CLIPPED
 
@@ -40,6 +41,7 @@ def test_every_key_is_explained() -> None:
     keys = dict(reference_pages.keys(Config(), ""))
     assert len(keys) > 100
     assert [key for key, text in keys.items() if not text.strip()] == []
+    assert KEYS.read_text().split() == list(keys), f"{KEYS.name} is old: {RENEW}"
 
 
 # --- Names that the code reports

@@ -12,6 +12,7 @@ import minimal_token_grpo
 import nbformat
 import numpy as np
 import pytest
+import sweep
 import torch
 from diffusers import DiffusionPipeline
 from nbclient import NotebookClient
@@ -19,7 +20,7 @@ from support.documented import ROOT
 from support.image_rollouts import make_spec, sample_images, trained_lora
 from support.runs import Train, read_rows
 
-from flowgrpo_rc import RolloutCorrectionConfig, assets
+from flowgrpo_rc import RolloutCorrectionConfig, Run, assets
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.core.random import normal
@@ -111,6 +112,21 @@ def test_the_example_of_a_user_s_model_is_its_stock_pipeline_and_trains(tmp_path
     network = trained_lora(model)
     batch, _ = sample_images(model, network, spec, [[0, 1], [1, 2], [0, 1], [1, 2]])
     assert torch.equal(FlowPolicy(model, network).log_probs(batch, 4), batch.rollout_log_probs)
+
+
+# --- A sweep
+
+
+def test_a_sweep_finds_the_best_of_its_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = "trainer.total_training_steps=1 rollout.val_kwargs.n=4 data.train_batch_size=2"
+    sizes = "actor.ppo_mini_batch_size=2 actor.ppo_micro_batch_size_per_gpu=4"
+    study = sweep.main("2", *small.split(), *sizes.split())
+    found = [Run(tmp_path / "outputs/sweep" / name).after["reward"] for name in ("0", "1")]
+    assert [trial.value for trial in study.trials] == found
+    assert study.best_value == max(found)
 
 
 # --- The notebooks
