@@ -37,12 +37,6 @@ def test_a_run_with_a_loss_that_needs_means(trained: Trained, mode: str, bypass:
         assert row["actor/ratio_mean"] == 1
 
 
-def test_a_run_with_whole_windows(trained: Trained) -> None:
-    options = [f"{RC}.bypass_mode=true", f"{RC}.bypass_level=window", "rollout.dtype=bf16"]
-    row = read_rows(trained(*options, ONE_STEP))[-1]
-    assert row["actor/rollout_corr/chi2_seq"] != row["actor/rollout_corr/chi2_token"]
-
-
 @pytest.mark.parametrize(
     ("bypass", "further"),
     [(False, [f"{RC}.exclude_rejected=false"]), (True, [])],

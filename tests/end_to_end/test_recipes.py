@@ -132,8 +132,3 @@ def test_a_recipe_measures_once(workplace: Path) -> None:
     (again,) = run(workplace, script, *arguments)
     assert "calibrate" not in again
     assert "+calibration=measured" in again
-
-
-def test_every_recipe_is_a_model_that_users_look_for() -> None:
-    sd3 = ("sd35_medium_1xh100", "sd35_medium_8xh100")
-    assert ["flux1_dev_8xh100", "qwen_image_4xh200", *sd3] == SCRIPTS

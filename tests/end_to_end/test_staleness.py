@@ -82,11 +82,6 @@ def test_versions_and_decoupled_weights(
         assert (row["rollout_corr/logprob_abs_diff_max"] > 0) == (version < step - 1)
 
 
-def test_text_is_sampled_ahead_as_well(train_text: Train, tmp_path: Path) -> None:
-    assert train_text("rollout.staleness=1", "trainer.total_training_steps=3") == 0
-    assert [row["rollout/staleness_max"] for row in read_rows(tmp_path / "run")[1:]] == [0, 1, 1]
-
-
 def test_an_interrupted_run_ends_bit_equal(train: Train, tmp_path: Path) -> None:
     """Prompts share a state, and some samples are trained on."""
     settings = (

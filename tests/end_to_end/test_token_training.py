@@ -33,15 +33,6 @@ def test_a_run_leaves_what_an_image_run_leaves(train_text: Train, tmp_path: Path
     assert samples[0]["prompt"] in (run / "report.html").read_text()
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize(("dtype", "low", "high"), [("fp32", 0, 1e-6), ("bf16", 1e-4, 2e-2)])
-def test_the_mismatch_is_that_of_the_rollout_s_precision(
-    train_text: Train, tmp_path: Path, dtype: str, low: float, high: float
-) -> None:
-    assert train_text(f"rollout.dtype={dtype}") == 0
-    assert low <= read_rows(tmp_path / "run")[1]["rollout_corr/logprob_abs_diff_mean"] < high
-
-
 def test_a_healthy_small_run_has_no_warnings(train_text: Train, tmp_path: Path) -> None:
     """A step has 60 tokens, which cannot tell a fault from a few unlikely tokens."""
     assert train_text("trainer.total_training_steps=8", "trainer.test_freq=8") == 0

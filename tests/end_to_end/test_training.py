@@ -63,13 +63,6 @@ def test_quickstart_of_the_diffusion_document(trained: Trained) -> None:
     assert row["actor/clip_fraction"] > 0
 
 
-def test_decoupled_mode_with_weights_and_rejection(trained: Trained) -> None:
-    rejecting = (f"{RC}.rollout_rs=seq_max_k2", f"{RC}.rollout_rs_threshold=1e-12")
-    row = read_rows(trained(f"{RC}.rollout_is=sequence", *rejecting, "rollout.dtype=bf16"))[1]
-    assert row["rollout_corr/rollout_is_mean"] != 1
-    assert row["rollout_corr/rollout_rs_seq_masked_fraction"] > 0
-
-
 SETTINGS = {
     "reinforce": (f"{RC}.bypass_mode=true", f"{RC}.loss_type=reinforce", f"{RC}.rollout_is=token"),
     "kl_and_guidance": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.builders import loss_config
 from support.gaussian_losses import (
     BYPASS,
     DECOUPLED,
@@ -19,8 +18,6 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from flowgrpo_rc import RolloutCorrectionConfig
-from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
-from flowgrpo_rc.core.transition import GaussianSteps
 
 
 def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
@@ -64,45 +61,3 @@ def test_loss_and_gradient_are_those_of_the_definition(
     assert metrics["clip_fraction"] == masked / 18
     assert metrics["kl_above_threshold_fraction"] == above / 18
     assert torch.count_nonzero(gradient) == 18 - masked
-
-
-def one_step(advantage: float, log_ratio: float, kl: float) -> Tensor:
-    """Returns the slope of the loss in the log-prob of one step, with a threshold of 1e-3."""
-    given = three_steps()
-    batch = given.batch.rows(0, 1).step(0)
-    batch = batch.replace(advantages=torch.full((1, 1), advantage).double())
-    leaf = (batch.old_log_probs + log_ratio).requires_grad_()
-    one = torch.ones(1, 1).double()
-    gaussian = GaussianSteps(one, -one, kl * one)
-    DiffusionObjective(loss_config_of("flow_dppo", kl_threshold=1e-3)).terms(
-        leaf, batch, gaussian
-    ).total.backward()
-    return leaf.grad
-
-
-@pytest.mark.parametrize(
-    ("advantage", "log_ratio"), [(1.0, 0.3), (1.0, -0.3), (-1.0, 0.3), (-1.0, -0.3), (1.0, 2.0)]
-)
-def test_a_step_is_masked_if_it_moves_away_and_is_beyond_the_threshold(
-    advantage: float, log_ratio: float
-) -> None:
-    """A noisy ratio far outside of any PPO band passes as long as the step itself is near."""
-    slope = -advantage * torch.tensor(log_ratio, dtype=torch.float64).exp()
-    for kl, passes in (
-        (0.0, True),
-        (1e-3, True),
-        (1.001e-3, advantage * log_ratio < 0),
-        (9.0, advantage * log_ratio < 0),
-    ):
-        expect = slope if passes else torch.zeros(())
-        assert one_step(advantage, log_ratio, kl).item() == pytest.approx(expect.item(), rel=1e-12)
-
-
-def test_the_default_loss_does_not_need_the_means() -> None:
-    given = three_steps()
-    log_probs, gaussian = given.now(movement())
-    one, two = (
-        DiffusionObjective(loss_config(BYPASS)).terms(log_probs, given.batch, g).total
-        for g in (None, gaussian)
-    )
-    assert torch.equal(one, two)
