@@ -208,7 +208,8 @@ def _options(
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that trackers are told: of the rewards, names and weights alone."""
     terms = config.get("reward", {}).get("terms", {})
-    weights = {name: {"weight": (term or {}).get("weight", 1.0)} for name, term in terms.items()}
+    used = {name: term for name, term in terms.items() if term is not None}
+    weights = {name: {"weight": term.get("weight", 1.0)} for name, term in used.items()}
     return dict(redact({**config, "reward": {**config.get("reward", {}), "terms": weights}}))
 
 

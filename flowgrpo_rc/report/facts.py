@@ -115,7 +115,7 @@ def _model_name(path: Any) -> str:
 
 
 def _rewards(terms: Any) -> str:
-    used = {name: term or {} for name, term in (terms or {}).items()}
+    used = {name: term for name, term in (terms or {}).items() if term is not None}
     if len(used) == 1:
         return str(next(iter(used)))
     return ", ".join(f"{name} x {term.get('weight', 1.0):g}" for name, term in used.items())

@@ -157,6 +157,7 @@ def two_commands(logger: str, folder: Path) -> list[Path]:
     content = b"".join(str(path).encode() + path.read_bytes() for path in files)
     assert b"logprob_abs_diff" in content
     assert b"topsecret" not in content
+    assert b"jpeg" not in content, "a reward that was dropped"
     return files
 
 

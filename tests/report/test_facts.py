@@ -12,7 +12,7 @@ from flowgrpo_rc.report.facts import told as told_before
 CONFIG = {
     "model": {"kind": "diffusion", "path": "/home/me/sd3", "dtype": "fp32", "lora_rank": 8},
     "rollout": {"dtype": "bf16", "quantization": "int8"},
-    "reward": {"terms": {"ocr": {"weight": 1.0}, "clip": {"weight": 0.5}}},
+    "reward": {"terms": {"ocr": {}, "clip": {"weight": 0.5}, "jpeg": None}},
     "actor": {"diffusion_loss": {"loss_mode": "flow_grpo", "clip_ratio": 0.001}},
     "algorithm": {
         "rollout_correction": {
