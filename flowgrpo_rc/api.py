@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flowgrpo_rc.commands.train import Callback
 
 Overrides = Sequence[str] | Mapping[str, Any]
-RewardTerms = Mapping[str, Score | Mapping[str, Any]]
+RewardTerms = Mapping[str, Score | Mapping[str, Any]] | Sequence[Score]
 # A word that Hydra reads as the text that it is.
 _PLAIN_TEXT = re.compile(r"(?!(null|true|false|inf|nan)$)[A-Za-z][\w/.:-]*", re.IGNORECASE)
 _HELD_OUT = "val/"
@@ -152,8 +152,8 @@ def train(
       config: overrides, as `["rollout.n=8"]` or as `{"rollout.n": 8}`; or a whole `Config`. In a
         mapping `data.train_files` and `data.val_files` may be rows, as a list of mappings or as a
         `datasets.Dataset`; they are kept in the run's folder.
-      rewards: name -> a function of (sample, prompt) that returns a number, or the mapping of
-        `reward.terms.NAME`. They take the place of the configured rewards. The weight of a function
+      rewards: name -> a function, as of (sample, prompt), or the mapping of `reward.terms.NAME`; or
+        a list of functions. They take the place of the configured rewards. The weight of a function
         is 1, or `reward.terms.NAME.weight`.
       callbacks: each is called with the number and the metrics of every step, from the evaluation
         before the first one on. One that returns True ends the run after the step.
@@ -274,10 +274,8 @@ def _written(key: str, value: Any) -> str:
 
 def _with_rewards(config: Config, rewards: RewardTerms) -> Config:
     """Returns the settings with these rewards; options that the settings give for them are kept."""
-    if not isinstance(rewards, Mapping):
-        raise ValueError(f'rewards={rewards!r}: give them by name, such as {{"mine": function}}')
     terms: dict[str, Any] = {}
-    for name, given in rewards.items():
+    for name, given in _named(rewards).items():
         kept = config.reward.terms.get(name) or {}
         if isinstance(given, Mapping):
             terms[name] = {**given, **kept}
@@ -286,8 +284,19 @@ def _with_rewards(config: Config, rewards: RewardTerms) -> Config:
     return replace(config, reward=replace(config.reward, terms=terms))
 
 
+def _named(rewards: RewardTerms) -> Mapping[str, Score | Mapping[str, Any]]:
+    """Returns rewards by name; the functions of a list have their own."""
+    if isinstance(rewards, Mapping):
+        return rewards
+    listed = rewards if isinstance(rewards, Sequence) else [rewards]
+    named = {str(getattr(function, "__name__", "")): function for function in listed}
+    if len(named) < len(listed) or not all(map(str.isidentifier, named)):
+        raise ValueError(f'rewards={rewards!r}: give them by name, such as {{"mine": function}}')
+    return named
+
+
 def _without_functions(config: Config, rewards: RewardTerms | None) -> Config:
     """Returns the settings without the rewards that are functions of the caller."""
-    functions = [name for name, given in (rewards or {}).items() if callable(given)]
+    functions = [name for name, given in _named(rewards or {}).items() if callable(given)]
     terms = {name: term for name, term in config.reward.terms.items() if name not in functions}
     return replace(config, reward=replace(config.reward, terms=terms))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -44,11 +44,11 @@ def finite_numbers(values: Sequence[Any] | np.ndarray | Tensor) -> list[float]:
     """Returns the numbers of a reward as floats; None and what is not finite become NaN.
 
     A number is one of Python, or a scalar, array or tensor of NumPy or torch that holds just one.
-    TypeError for what has no order, or holds letters.
+    TypeError for what is no list of them: it has no order, holds letters, or is one number.
     """
-    if isinstance(values, (Mapping, Set, str, bytes)):
-        raise TypeError(f"scores must be a list, array or tensor, not a {type(values).__name__}")
-    listed = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
+    listed = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else values
+    if isinstance(listed, (Mapping, Set, str, bytes)) or not isinstance(listed, Iterable):
+        raise TypeError(f"scores must be a list, array or tensor, not a {type(listed).__name__}")
     return [_number(value) for value in listed]
 
 

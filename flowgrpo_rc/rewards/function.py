@@ -12,9 +12,13 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import load_function
 from flowgrpo_rc.rewards.base import Reward, Scores
 
-# Returns a number, or None for a sample that it cannot score.
-Score = Callable[[Any, Prompt], Any]
+# Returns a number, or None for a sample that it cannot score; of all samples, a list of them.
+Score = Callable[..., Any]
 GIVEN = "given:"
+# What parameters of one sample are called, and those of all samples at once.
+_ONE = ("prompt", "sample", "image", "video", "completion", "response", "latent")
+_EVERY = tuple(f"{name}s" for name in _ONE)
+_BY_POSITION = inspect.signature(lambda sample, prompt: 0)
 _given: dict[str, Score] = {}
 
 
@@ -25,6 +29,10 @@ class Function(Reward):
     is the tensor that would be decoded. A sample whose number is None or not finite has no reward.
     If the function raises, the whole chunk of samples has none.
 
+    Parameters are given what they are called, in any order: a sample is `image`, `completion` and
+    so on, and other names are columns of the prompt file. `images` or `completions`, `prompts` and
+    columns beside them are lists of all samples, as in TRL; the function then returns a list.
+
     Args:
       path: `my_package.my_module:score`; the module is imported at once. Or `given:NAME` for what
         `give` took.
@@ -34,10 +42,65 @@ class Function(Reward):
     def __init__(self, *, path: str, kind: str = "any") -> None:
         self.kind = kind
         self._score: Score = _given_at(path) if path.startswith(GIVEN) else load_function(path)
-        _check_parameters(self._score, path)
+        self._signature = _signature(self._score)
+        self._where = f"path={path!r} takes {self._signature}"
+        given = [p for p in self._signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        self._required = [p.name for p in given if p.default is p.empty]
+        one, every = ([n for n in self._required if n in names] for names in (_ONE, _EVERY))
+        samples = [name for name in one + every if not name.startswith("prompt")]
+        first_two = [p.name for p in given if p.kind is not p.KEYWORD_ONLY][:2]
+        self._second: str | None = None  # the prompt, unless a column is called so
+        if not every and len(first_two) == 2 and {*self._required} <= {*first_two}:
+            samples = samples or [name for name in first_two[:1] if name != "prompt"]
+            self._second = first_two[1] if first_two[1] not in (*samples, "prompt") else None
+        if len(samples) != 1 or (one and every):
+            raise ValueError(
+                f"{self._where}; it is called with a sample and its prompt, or by name: one of "
+                f"{', '.join(_ONE[1:])}, and prompt; or these with an s, for all samples at once"
+            )
+        self._sample = samples[0]
+        self._at_once = bool(every)
+        self._second_is_column: bool | None = None
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if a parameter is called like nothing that there is for the prompt."""
+        self._arguments([None], [prompt])
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(values=[self._score(*pair) for pair in zip(samples, prompts, strict=True)])
+        pairs = zip(samples, prompts, strict=True)
+        once = [(samples, prompts)] if self._at_once else [([s], [p]) for s, p in pairs]
+        calls = [self._arguments(*each) for each in once]
+        found = [self._score(*call.args, **call.kwargs) for call in calls]
+        return Scores(values=found[0] if self._at_once else found)
+
+    def _arguments(self, samples: Any, prompts: Sequence[Prompt]) -> inspect.BoundArguments:
+        """Returns what one call gets: for all samples, or for the only one."""
+        rows = [_columns(prompt) for prompt in prompts]
+        columns: dict[str, Any] = rows[0]
+        own: dict[str, Any] = {"prompt": prompts[0], self._sample: samples[0]}
+        if self._at_once:
+            columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
+            said = [list(prompt.messages) or prompt.text for prompt in prompts]
+            if self._sample == "completions":
+                answers = [[{"role": "assistant", "content": sample}] for sample in samples]
+                pairs = zip(answers, samples, prompts, strict=True)
+                samples = [answer if p.messages else sample for answer, sample, p in pairs]
+            own = {"prompts": said, self._sample: samples}
+        elif self._second is not None:
+            is_column = self._second in columns
+            if self._second_is_column not in (None, is_column):
+                raise ValueError(f"{self._where}: only some prompts have a column {self._second}")
+            self._second_is_column = is_column
+            columns.setdefault(self._second, prompts[0])
+        given = columns | own
+        for name in self._required:
+            if name not in own and not all(name in row for row in rows):
+                known = ", ".join(given)
+                raise ValueError(f"{self._where}: nothing is called {name}; there are {known}")
+        parameters = self._signature.parameters.values()
+        named = {p.name: given.pop(p.name) for p in parameters if p.name in given}
+        named |= {p.name: given for p in parameters if p.kind is p.VAR_KEYWORD}
+        return inspect.BoundArguments(self._signature, named)
 
 
 def give(name: str, score: Score) -> str:
@@ -47,7 +110,7 @@ def give(name: str, score: Score) -> str:
     notebook's cell, is kept for this session alone.
     """
     if not callable(score):
-        raise ValueError(f"rewards[{name!r}]={score!r} is no function (sample, prompt) -> number")
+        raise ValueError(f"rewards[{name!r}]={score!r} is no function, such as f(sample, prompt)")
     if (
         isinstance(score, FunctionType)
         and score.__module__ not in ("__main__", None)
@@ -68,14 +131,15 @@ def _given_at(path: str) -> Score:
     return _given[name]
 
 
-def _check_parameters(score: Callable[..., Any], path: str) -> None:
+def _columns(prompt: Prompt) -> dict[str, Any]:
+    return {**prompt.metadata, **({} if prompt.target is None else {"target": prompt.target})}
+
+
+def _signature(score: Score) -> inspect.Signature:
+    """Returns the parameters of a function; sample and prompt if it does not tell them."""
     try:
-        parameters = inspect.signature(score)
+        found = inspect.signature(score)
     except ValueError:  # functions in C need not have a signature
-        return
-    try:
-        parameters.bind("sample", "prompt")
-    except TypeError as error:
-        raise ValueError(
-            f"path={path!r} takes {parameters}, and is called with a sample and its prompt: {error}"
-        ) from error
+        return _BY_POSITION
+    kinds = [parameter.kind for parameter in found.parameters.values()]
+    return _BY_POSITION if inspect.Parameter.VAR_POSITIONAL in kinds else found

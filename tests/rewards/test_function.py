@@ -156,7 +156,7 @@ ONE = [
     *[kind(1) for kind in (np.float16, np.bool_, np.uint8, np.int64)],
     np.array([[True]]),
 ]
-NONE = [None, "0.5", np.str_("0.5"), b"1", [0.5], 0.5j, np.complex64(1), 10**400, float("inf")]
+NONE = [None, {"f": 0.5}, "0.5", b"1", [0.5], 0.5j, np.complex64(1), 10**400, float("inf")]
 
 
 @pytest.mark.parametrize(
