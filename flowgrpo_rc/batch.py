@@ -25,26 +25,15 @@ Said = str | tuple[Mapping[str, object], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One prompt of a prompt file.
+    """One prompt of a prompt file."""
 
-    Attributes:
-      text: the prompt itself; of a chat, what its user says last.
-      index: position among all prompts of the files.
-      target: what a reward compares with, such as the text that OCR should read; None for none.
-      negative_text: the negative prompt, used under classifier-free guidance.
-      images: the pictures that the prompt is about, in order: paths, or the content of files.
-        `pictures.read_picture` reads them.
-      metadata: all other keys of the line, for rewards.
-      messages: the chat that a language model answers, for its template; empty for a plain text.
-    """
-
-    text: str
-    index: int
-    target: str | None = None
-    negative_text: str = ""
-    images: tuple[str | bytes, ...] = ()
-    metadata: Mapping[str, object] = field(default_factory=dict)
-    messages: tuple[Mapping[str, object], ...] = ()
+    text: str  # the prompt itself; of a chat, what its user says last
+    index: int  # position among all prompts of the files
+    target: str | None = None  # what a reward compares with, such as the text that OCR should read
+    negative_text: str = ""  # used under classifier-free guidance
+    images: tuple[str | bytes, ...] = ()  # paths or contents, for `pictures.read_picture`
+    metadata: Mapping[str, object] = field(default_factory=dict)  # all other keys, for rewards
+    messages: tuple[Mapping[str, object], ...] = ()  # the chat to answer; empty for a plain text
 
     @property
     def said(self) -> Said:
@@ -54,17 +43,12 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptBatch:
-    """The prompts of one training step that this process samples.
-
-    Attributes:
-      step: training step.
-      prompts: [P].
-      slots: [P]; position of each prompt in the global batch of the step. Noise is seeded by it, so
-        the draws do not depend on how many processes share the batch.
-    """
+    """The prompts of one training step that this process samples."""
 
     step: int
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Prompt]  # [P]
+    # [P]; position of each prompt in the global batch of the step. Noise is seeded by it, so the
+    # draws do not depend on how many processes share the batch.
     slots: Sequence[int]
 
     def __post_init__(self) -> None:
@@ -79,21 +63,13 @@ ImageSizes = tuple[tuple[int, int], ...]  # rows and columns of tokens of a prom
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditioning:
-    """Encoded prompts, as a transformer is conditioned on them.
+    """Encoded prompts, as a transformer is conditioned on them."""
 
-    Attributes:
-      embeds: embeddings of the tokens, [P, L, E].
-      pooled: one embedding of each prompt, [P, E'] with a width of its own; None if the model uses
-        none.
-      mask: bool, [P, L]; False at padding. None: every token counts.
-      images: tokens of the condition images, one image after the other, [P, N, C]; padded on the
-        right. None if there are none.
-      image_sizes: [P]; tells which of these tokens exist. Empty without images.
-    """
-
-    embeds: Tensor
-    pooled: Tensor | None = None
-    mask: Tensor | None = None
+    embeds: Tensor  # of the tokens, [P, L, E]
+    pooled: Tensor | None = None  # one of each prompt, [P, E'] with a width of its own, if used
+    mask: Tensor | None = None  # bool, [P, L]; False at padding. None: every token counts
+    # Tokens of the condition images, one image after the other, [P, N, C], padded on the right, and
+    # which of them exist, [P]; None and empty without images.
     images: Tensor | None = None
     image_sizes: tuple[ImageSizes, ...] = ()
 
@@ -151,14 +127,10 @@ class Spec:
     """The settings of a rollout that its log-probabilities depend on.
 
     An engine sends back the spec that it used, and the trainer refuses any difference from its own.
-
-    Attributes:
-      dtype: precision of the rollout's weights, such as `bf16` or `bf16+int8`.
-      tf32: whether products of fp32 matrices round their factors to TF32; in older files False.
     """
 
-    dtype: str
-    tf32: bool = False
+    dtype: str  # precision of the rollout's weights, such as `bf16` or `bf16+int8`
+    tf32: bool = False  # whether products of fp32 matrices round to TF32; in older files False
 
     def differences(self, other: Spec) -> list[str]:
         """Lists the fields in which two specs of a class differ, with both values."""
@@ -172,59 +144,34 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerSpec(Spec):
-    """The settings by which images or videos are sampled.
+    """The settings by which images or videos are sampled."""
 
-    Attributes:
-      height, width: of a picture, in pixels.
-      num_inference_steps: denoising steps of the schedule, S.
-      guidance_scale: strength of guidance; what it means depends on the model (`FlowModel`).
-      noise_level: scale of the noise of stochastic steps.
-      sde_type: a kind of `core.transition`.
-      log_prob_convention: `gaussian` or `peers`, see `core.transition.log_prob`.
-      max_sequence_length: the most text tokens of a prompt.
-      true_cfg_scale: of guidance on a negative prompt, for models with both kinds; else None.
-      guidance_scale_2: of the second transformer of models that have two; None: guidance_scale.
-      num_frames: frames of a video; None for images.
-      condition_images: the most condition images of a prompt; 0: prompts have none.
-      condition_pixels: the area of a condition image that the model is given, in pixels.
-      tail: solver of the ODE steps from `tail_start` on, one of `core.schedule.TAILS`.
-      tail_start: the first step that lies behind every window; None: no step does.
-      tail_steps: the most evaluations from there to the end; None: as the schedule has them.
-      shared_prefix: whether the samples of a prompt start from the same noise.
-    """
-
-    height: int
+    height: int  # of a picture, in pixels
     width: int
-    num_inference_steps: int
-    guidance_scale: float
-    noise_level: float
-    sde_type: str
-    log_prob_convention: str
-    max_sequence_length: int
-    true_cfg_scale: float | None = None
-    guidance_scale_2: float | None = None
-    num_frames: int | None = None
-    condition_images: int = 0
-    condition_pixels: int = 2**20
-    tail: str = "euler"
-    tail_start: int | None = None
-    tail_steps: int | None = None
-    shared_prefix: bool = False
+    num_inference_steps: int  # denoising steps of the schedule, S
+    guidance_scale: float  # what it means depends on the model (`FlowModel`)
+    noise_level: float  # scale of the noise of stochastic steps
+    sde_type: str  # a kind of `core.transition`
+    log_prob_convention: str  # `gaussian` or `peers`, see `core.transition.log_prob`
+    max_sequence_length: int  # the most text tokens of a prompt
+    true_cfg_scale: float | None = None  # on a negative prompt, for models with both kinds
+    guidance_scale_2: float | None = None  # of a second transformer; None: guidance_scale
+    num_frames: int | None = None  # of a video; None for images
+    condition_images: int = 0  # the most condition images of a prompt
+    condition_pixels: int = 2**20  # the area of a condition image that the model is given
+    tail: str = "euler"  # solver of the ODE steps from `tail_start` on, one of `TAILS`
+    tail_start: int | None = None  # the first step behind every window; None: no step is
+    tail_steps: int | None = None  # the most evaluations from there on; None: as scheduled
+    shared_prefix: bool = False  # whether the samples of a prompt start from the same noise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpec(Spec):
-    """The settings by which responses are sampled, always from the whole vocabulary.
+    """The settings by which responses are sampled, always from the whole vocabulary."""
 
-    Attributes:
-      temperature: the logits are divided by it; 0 takes the likeliest token.
-      prompt_length: the most tokens of a prompt.
-      response_length: the most tokens of a response.
-    """
-
-    temperature: float
-    prompt_length: int
-    response_length: int
+    temperature: float  # the logits are divided by it; 0 takes the likeliest token
+    prompt_length: int  # the most tokens of a prompt
+    response_length: int  # the most tokens of a response
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,32 +179,20 @@ class Batch:
     """Trajectories of B samples and what the trainer learns about them, for images and text alike.
 
     A field with one row per sample follows the samples through `rows` and `select`. The fields
-    named in `shared` stay whole.
-
-    Attributes:
-      shared: names of the fields that all samples have in common.
-      spec: the settings that the rollout used.
-      group: int64, [B]; the slot of the prompt in the global batch, which its samples share.
-      seed: int64, [B]; seed of each sample.
-      policy_version: int64, [B]; the training step after which the sampling weights were taken.
-      rollout_log_probs: fp32, [B, T]; of the policy that sampled. None if the engine recorded none.
-      old_log_probs: fp32, [B, T]; of the policy that the clip is about. None until bypass mode or
-        the recompute fills it.
-      rollout_is_weights: [B, T], without gradient. None: no weights apply.
-      rejection_mask: bool, [B, T]; True where the step is kept. None: nothing is rejected.
-      advantages: [B, T]. None until the rewards are known.
+    named in `shared`, which all samples have in common, stay whole.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("spec",)
-    spec: Spec
-    group: Tensor
-    seed: Tensor
-    policy_version: Tensor
-    rollout_log_probs: Tensor | None = None
+    spec: Spec  # the settings that the rollout used
+    group: Tensor  # int64, [B]; the slot of the prompt in the global batch, which its samples share
+    seed: Tensor  # int64, [B]
+    policy_version: Tensor  # int64, [B]; the step after which the sampling weights were taken
+    rollout_log_probs: Tensor | None = None  # fp32, [B, T]; None if the engine recorded none
+    # fp32, [B, T]; of the policy that the clip is about. None until bypass mode or the recompute.
     old_log_probs: Tensor | None = None
-    rollout_is_weights: Tensor | None = None
-    rejection_mask: Tensor | None = None
-    advantages: Tensor | None = None
+    rollout_is_weights: Tensor | None = None  # [B, T], without gradient; None: no weights apply
+    rejection_mask: Tensor | None = None  # bool, [B, T]; True where kept. None rejects nothing
+    advantages: Tensor | None = None  # [B, T]; None until the rewards are known
 
     def __len__(self) -> int:
         return len(self.group)
@@ -329,40 +264,27 @@ class DiffusionBatch(Batch):
     """Trajectories of images or videos inside their SDE window; fp32 unless said otherwise.
 
     The log-probability of a step is a mean over its D latent elements.
-
-    Attributes:
-      spec: the settings that the rollout used.
-      all_latents: [B, T+1, ...]; the states of the window. Entry t + 1 is the result of step t. A
-        sample without a window has its final latents in place of all states.
-      all_timesteps: [B, T]; the timestep that the transformer receives, sigma x 1000.
-      step_indices: int64, [B, T]; position of each step in the schedule.
-      sigmas: [S+1]; the schedule. Both sides take it from here, so that they use the same bits.
-      conditioning: the encoded prompts, [P].
-      prompt_index: int64, [B]; the row of `conditioning` that belongs to each sample.
-      negative: the encoded negative prompts, [P]; None without guidance.
-      prev_sample_mean: [B, T, ...]; mean of each step under the policy that sampled. None unless
-        the correction, a loss or a criterion needs it.
-      old_means: [B, T, ...]; mean of each step under the old policy. None if that is the rollout's,
-        or if no loss needs them.
-      old_centered: [B, T]; centered log-ratio of the old policy to the rollout. None if the old
-        policy is the rollout's, whose is 0, or if the loss is not centered.
-      loss_bound: [B, T]; the bound of the loss at each step, where it follows the mismatch
-        (`clip_ratio=auto:k`). None if it is a number.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("spec", "sigmas", "conditioning", "negative")
     spec: SamplerSpec
+    # [B, T+1, ...]; the states of the window. Entry t + 1 is the result of step t. A sample without
+    # a window has its final latents in place of all states.
     all_latents: Tensor
-    all_timesteps: Tensor
-    step_indices: Tensor
-    sigmas: Tensor
-    conditioning: Conditioning
-    prompt_index: Tensor
-    negative: Conditioning | None = None
+    all_timesteps: Tensor  # [B, T]; what the transformer receives, sigma x 1000
+    step_indices: Tensor  # int64, [B, T]; position of each step in the schedule
+    sigmas: Tensor  # [S+1]; the schedule, from which both sides take it: so they use the same bits
+    conditioning: Conditioning  # the encoded prompts, [P]
+    prompt_index: Tensor  # int64, [B]; the row of `conditioning` that belongs to each sample
+    negative: Conditioning | None = None  # the encoded negative prompts, [P]; None: no guidance
+    # Mean of each step, [B, T, ...], under the policy that sampled, where the correction, a loss or
+    # a criterion needs it; under the old policy, where that is another and a loss needs it.
     prev_sample_mean: Tensor | None = None
     old_means: Tensor | None = None
+    # [B, T]; centered log-ratio of the old policy to the rollout. None if the old policy is the
+    # rollout's, whose is 0, or if the loss is not centered.
     old_centered: Tensor | None = None
-    loss_bound: Tensor | None = None
+    loss_bound: Tensor | None = None  # [B, T]; where it follows the mismatch (`clip_ratio=auto:k`)
 
     @property
     def step_mask(self) -> Tensor:
@@ -423,22 +345,13 @@ _STEP_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch(Batch):
-    """Responses of a language model. A step is a token, the end-of-sequence token included.
-
-    Attributes:
-      spec: the settings that the rollout used.
-      prompt_ids: int64, [B, L], padded on the left.
-      prompt_mask: bool, [B, L]; True for the tokens of the prompt.
-      response_ids: int64, [B, T], padded on the right.
-      response_mask: bool, [B, T]; True for the tokens of the response. A row without any is an
-        empty response.
-    """
+    """Responses of a language model. A step is a token, the end-of-sequence token included."""
 
     spec: TokenSpec
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    response_ids: Tensor
-    response_mask: Tensor
+    prompt_ids: Tensor  # int64, [B, L], padded on the left
+    prompt_mask: Tensor  # bool, [B, L]; True for the tokens of the prompt
+    response_ids: Tensor  # int64, [B, T], padded on the right
+    response_mask: Tensor  # bool, [B, T]; a row without any token is an empty response
 
     @property
     def step_mask(self) -> Tensor:
@@ -458,15 +371,8 @@ class TokenBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewards:
-    """Rewards of B samples.
+    """Rewards of B samples."""
 
-    Attributes:
-      total: weighted sum of the rewards, float64, [B]; undefined where not valid.
-      valid: bool, [B]; False where any reward failed.
-      parts: name -> float64, [B]: each reward, and each further value that it reports. NaN where
-        the reward failed.
-    """
-
-    total: Tensor
-    valid: Tensor
-    parts: Mapping[str, Tensor]
+    total: Tensor  # weighted sum of the rewards, float64, [B]; undefined where not valid
+    valid: Tensor  # bool, [B]; False where any reward failed
+    parts: Mapping[str, Tensor]  # [B] float64: each reward and further value; NaN where it failed

@@ -46,14 +46,8 @@ def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
 
         KL = mean_D[(mean - other_mean)^2] / (2 std^2)
 
-    It is exact, has no sampling noise, and is the same in both directions.
-
-    Args:
-      mean: mean of one Gaussian, [B, ...] with D elements for each of B.
-      other_mean: mean of the other Gaussian, [B, ...].
-      std: standard deviation of both, broadcasts to the means.
-
-    Returns:
-      The divergence per element, [B], in nats.
+    It is exact, has no sampling noise, and is the same in both directions. Means are [B, ...] with
+    D elements for each of B, to which the standard deviation broadcasts. Returns [B], in nats per
+    element.
     """
     return ((mean - other_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)

@@ -19,7 +19,7 @@ TAILS = ("euler", "ab2")
 def window_bounds(
     num_steps: int, size: int | None, bounds: Sequence[int] | None, sde_type: str
 ) -> tuple[int, int, int]:
-    """Checks the settings of the window and fills in what they leave open.
+    """Checks the settings of the window and fills in what they leave open: (size, first, last).
 
     The last step of the schedule ends at sigma 0. There `cps` has no noise, and so no density, and
     the recipe of FlowGRPO does not train it. Without a range it is therefore left out.
@@ -27,13 +27,8 @@ def window_bounds(
     Args:
       num_steps: number of denoising steps of the schedule.
       size: number of steps of the window, T; None for the whole range.
-      bounds: [first, last), the step indices that a window may hold; None for every step except
-        the last one.
+      bounds: [first, last), the step indices that a window may hold; None for all but the last.
       sde_type: a kind of `core.transition`.
-
-    Returns:
-      (size, first, last): the length of the window, and the range [first, last) that it is drawn
-      from.
 
     Raises:
       ValueError: the window does not fit the schedule, or holds a step without a density.

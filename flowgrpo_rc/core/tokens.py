@@ -12,19 +12,12 @@ _FIXED_POINT = 2.0**52  # what stands for probability 1; a vocabulary of them fi
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """Computes the log-probability of given tokens.
+    """Computes the log-probs of given tokens, int64 [B, T] (or [B]), in nats, fp32.
 
         log p(id) = z_id - logsumexp(z),   z = logits / temperature
 
-    This form never holds the log-probabilities of the whole vocabulary.
-
-    Args:
-      logits: [B, T, V] (or [B, V]) in any precision.
-      ids: int64, [B, T] (or [B]).
-      temperature: of the sampling, above 0.
-
-    Returns:
-      Log-probabilities in nats, fp32, of the shape of `ids`; differentiable in the logits.
+    This form never holds the log-probabilities of the whole vocabulary. The logits are [B, T, V]
+    (or [B, V]) in any precision, the temperature is above 0. Differentiable in the logits.
     """
     # Gathered before logsumexp is subtracted: [B, T] numbers in place of [B, T, V].
     scaled = _scaled(logits, temperature)
@@ -33,17 +26,12 @@ def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """Samples one token for each row by inverting the cumulative distribution.
+    """Samples one token, int64 [B], for each row by inverting the cumulative distribution.
 
         id = the first token with p_1 + ... + p_id > u,   p = softmax(logits / temperature)
 
-    Args:
-      logits: [B, V] in any precision.
-      uniforms: the random number u of each row, [B], in [0, 1).
-      temperature: of the sampling, above 0.
-
-    Returns:
-      Token ids, int64, [B].
+    The logits are [B, V] in any precision, the random number u of each row lies in [0, 1), [B], and
+    the temperature is above 0.
     """
     probs = _scaled(logits, temperature).softmax(-1).double()
     # Sums of integers do not depend on their order, so every device finds the same token.

@@ -37,20 +37,12 @@ _UNBOUNDED = WeightBounds("truncate", 0.0, torch.inf)
 
 
 class Correction(NamedTuple):
-    """What a correction makes of log-probs.
+    """What a correction makes of log-probs."""
 
-    Attributes:
-      weights: importance weights without gradient, 0 where there is no step, [B, T]; None if the
-        settings ask for none.
-      mask: bool, the steps that stay in the loss, [B, T].
-      metrics: names without prefix.
-      weight_sums: sum and number of the weights whose mean is normalised, [2] float64; None without
-        batch normalisation.
-    """
-
-    weights: Tensor | None
-    mask: Tensor
-    metrics: MetricBag
+    weights: Tensor | None  # without gradient, 0 where there is no step, [B, T]; None for none
+    mask: Tensor  # bool, the steps that stay in the loss, [B, T]
+    metrics: MetricBag  # names without prefix
+    # Sum and number of the weights whose mean is normalised, [2] float64; None without.
     weight_sums: Tensor | None
 
 
@@ -80,10 +72,9 @@ class CustomCorrection(Protocol):
 
 
 class Corrector:
-    """Corrects log-probs as one rollout correction says. Its settings are parsed once, here.
+    """Corrects log-probs as one rollout correction says, whose settings `validate` has passed.
 
-    Args:
-      config: settings that `RolloutCorrectionConfig.validate` has passed.
+    They are parsed once, here.
     """
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:

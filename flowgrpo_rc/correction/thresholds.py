@@ -28,22 +28,15 @@ IS_MODES = ("truncate", "clip", "mask", "icepop")
 class Band(NamedTuple):
     """One criterion: it keeps what has lower <= statistic <= upper.
 
-    Attributes:
-      level: token (a step), seq_sum, seq_mean or seq_max over the finite steps, or step for the
-        exact KL.
-      estimator: k1, k2 or k3 of `core.kl`, or kl for the exact KL of a step.
-      lower: lower bound. k1 is -log(ratio), so its bounds are the negated logarithms of those of
-        the ratio; the other estimators have -inf.
-      upper: upper bound.
-      auto: whether the bounds are robust standard deviations from a running median
-        (`auto_bands.AutoBands`).
+    k1 is -log(ratio), so its bounds are the negated logarithms of those of the ratio; the other
+    estimators have -inf for the lower one.
     """
 
-    level: str
-    estimator: str
+    level: str  # token (a step), seq_sum, seq_mean, seq_max; or step for the exact KL
+    estimator: str  # k1, k2 or k3 of `core.kl`, or kl for the exact KL of a step
     lower: float
     upper: float
-    auto: bool = False
+    auto: bool = False  # whether bounds are robust deviations from a running median: `AutoBands`
 
     @property
     def name(self) -> str:
@@ -67,16 +60,13 @@ class WeightBounds(NamedTuple):
 def parse_bands(
     criteria: Any, thresholds: Any, thresholds_lower: Any = None, *, fallback: Any = None
 ) -> tuple[Band, ...]:
-    """Parses criteria and their thresholds as a user writes them.
+    """Parses criteria and their thresholds as a user writes them: a band for each criterion.
 
     Args:
       criteria: names of criteria, a list or a string with commas; None for none.
       thresholds: one threshold for all criteria or one for each; numbers or strings.
       thresholds_lower: lower bounds of the k1 criteria whose threshold is the upper bound alone.
       fallback: threshold of the older names (`OLDER_NAMES`) if `thresholds` is null.
-
-    Returns:
-      One band for each criterion.
 
     Raises:
       ValueError: for an unknown criterion (naming the nearest), a missing or malformed threshold, a
@@ -116,17 +106,10 @@ def parse_bands(
 def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
     """Parses the bounds of the importance weights as a user writes them.
 
-    Args:
-      threshold: the upper bound, whose reciprocal is the lower one if the mode has one, or
-        "lower_upper".
-      mode: one of `IS_MODES`; None means truncate for one number and icepop for two, as in verl.
-
-    Returns:
-      The bounds.
-
-    Raises:
-      ValueError: for an unknown mode, a malformed threshold, and a lower bound that the mode does
-        not use.
+    The threshold is the upper bound, whose reciprocal is the lower one if the mode has one, or
+    "lower_upper". The mode is one of `IS_MODES`; None means truncate for one number and icepop for
+    two, as in verl. ValueError for an unknown mode, a malformed threshold, and a lower bound that
+    the mode does not use.
     """
     if mode is not None and mode not in IS_MODES:
         raise ValueError(f"{MODE_KEY}={mode!r}: allowed are null, {', '.join(IS_MODES)}")

@@ -15,19 +15,11 @@ IS_LEVELS = ("token", "sequence", "geometric")
 
 
 class Weights(NamedTuple):
-    """Importance weights of a block of rows.
+    """Importance weights of a block of rows: of steps, [b, T], or of sequences, [b, 1]."""
 
-    Attributes:
-      raw: the ratio bounded to exp(+-20): of steps, [b, T], 0 where not finite, or of sequences,
-        [b, 1].
-      used: the weight after the bounds of the mode, of the same shape.
-      unbounded: of sequences, the ratio with its upper safety bound only; of steps, `raw`.
-      per_step: whether steps are weighed, and not sequences.
-    """
-
-    raw: Tensor
-    used: Tensor
-    unbounded: Tensor
+    raw: Tensor  # the ratio bounded to exp(+-20), 0 where not finite
+    used: Tensor  # the weight after the bounds of the mode
+    unbounded: Tensor  # of sequences, the ratio with its upper safety bound only; of steps, `raw`
     per_step: bool
 
     def of_steps(self, finite_mask: Tensor) -> Tensor:
@@ -38,20 +30,12 @@ class Weights(NamedTuple):
 
 
 def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
-    """Computes the importance weights at a level.
+    """Computes the importance weights of steps (token) or of sequences, without gradient.
 
         token: w_t = r_t,   sequence: w = prod_t r_t,   geometric: w = (prod_t r_t)^(1 / n)
 
     with the ratio r_t = training / rollout of step t and n finite steps. Weights are bounded to
     exp(+-20), then by the mode.
-
-    Args:
-      ratios: log-ratios of a block of rows.
-      level: one of `IS_LEVELS`.
-      bounds: what happens to a weight that leaves its bounds.
-
-    Returns:
-      Weights of steps (token) or of sequences, without gradient.
 
     See "Decoupled PPO", https://arxiv.org/abs/2110.00641, for the weight of the old policy against
     the one that sampled.

@@ -46,10 +46,8 @@ class MismatchMonitor:
     ) -> None:
         """Takes what the mismatch is compared with.
 
-        Args:
-          clip_ratio: half-width of the PPO band of a step's own ratio; None if the loss has no such
-            band.
-          expected: what the precisions explain; None if nobody can say.
+        `clip_ratio` is the half-width of the PPO band of a step's own ratio, `expected` what the
+        precisions explain; None if the loss has no such band, or if nobody can say.
         """
         self._policy = policy
         self._processes = processes

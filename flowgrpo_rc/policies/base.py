@@ -28,16 +28,12 @@ class Evaluation(NamedTuple):
 
     `Policy.evaluate` gives it for one piece, differentiable in the weights, and `Policy.measure`
     for a whole batch, as numbers without gradient. `join` puts those of several pieces together.
-
-    Attributes:
-      log_probs: log-probability of each step, [b, t], in nats; arbitrary at padding.
-      gaussian: the Gaussians of the steps, [b, t]; None if steps are no Gaussians.
-      means: their means, [b, t, ...]; None if steps are no Gaussians, or if they were not kept.
+    Without Gaussian steps there are log-probs alone.
     """
 
-    log_probs: Tensor
-    gaussian: GaussianSteps | None = None
-    means: Tensor | None = None
+    log_probs: Tensor  # of each step, [b, t], in nats; arbitrary at padding
+    gaussian: GaussianSteps | None = None  # of the steps, [b, t]
+    means: Tensor | None = None  # their means, [b, t, ...]; None if they were not kept
 
     def detached(self, *, keep_means: bool = False) -> Evaluation:
         """Returns the same numbers without gradient; means are as large as the latents."""

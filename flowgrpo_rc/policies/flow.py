@@ -50,14 +50,9 @@ class FlowPolicy(Policy[DiffusionBatch]):
     """A transformer as a policy over denoising steps.
 
     The policies of the trainer and of an engine share one `FlowModel` and have a transformer each.
-
-    Args:
-      model: encodes, decodes and predicts velocities.
-      network: the transformer of this policy.
-      autocast: makes the context in which the transformer runs.
-      steps_per_forward: SDE steps of a sample that one forward of the update evaluates; None for
-        all of its window.
-      nudged: move the text embeddings by `nudge`.
+    It runs in the context that `autocast` makes. A forward of the update evaluates
+    `steps_per_forward` SDE steps of a sample, or all of its window for None. `nudge` moves the text
+    embeddings if `nudged`.
     """
 
     def __init__(

@@ -36,15 +36,10 @@ class Responses(NamedTuple):
 class TokenPolicy(Policy[TokenBatch]):
     """A causal language model as a policy over tokens.
 
-    The policies of the trainer and of an engine share one `CausalLM` and have a network each.
-
-    Args:
-      model: tokenizer, padding and end tokens.
-      network: the network of this policy.
-      autocast: makes the context in which the network runs.
-      checkpoint_gradients: keep fewer activations in `evaluate`, and compute the others again in
-        the backward pass.
-      nudged: move the token embeddings by `nudge`.
+    The policies of the trainer and of an engine share one `CausalLM` and have a network each. It
+    runs in the context that `autocast` makes. To `checkpoint_gradients` keeps fewer activations in
+    `evaluate`, and computes the others again in the backward pass. `nudge` moves the token
+    embeddings if `nudged`.
     """
 
     def __init__(
@@ -66,21 +61,16 @@ class TokenPolicy(Policy[TokenBatch]):
     def rollout(
         self, prompt_ids: Tensor, prompt_mask: Tensor, spec: TokenSpec, uniforms: Tensor
     ) -> Responses:
-        """Samples one response to each prompt.
+        """Samples one response to each prompt, of at most spec.response_length tokens.
 
         Row i draws its t-th token with uniforms[i, t]. So a response does not depend on the other
-        rows of the batch.
+        rows of the batch. Temperature 0 takes the likeliest token, whose log-prob is then 0.
 
         Args:
           prompt_ids: int64, [B, L], padded on the left.
           prompt_mask: bool, [B, L]; True for the tokens of the prompt.
-          spec: how to sample. Temperature 0 takes the likeliest token, whose log-probability is
-            then 0.
-          uniforms: random numbers in [0, 1), [B, spec.response_length]; without effect at
-            temperature 0.
-
-        Returns:
-          The responses, of at most spec.response_length tokens.
+          spec: how to sample.
+          uniforms: random numbers in [0, 1), [B, spec.response_length].
         """
         sampler = _Sampler(uniforms.to(prompt_ids.device), spec.temperature)
         # Greedy, with one token to choose from: so the draw is ours and can be repeated.

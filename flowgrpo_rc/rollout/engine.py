@@ -77,22 +77,15 @@ class TextRequest(RolloutRequest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutChunk:
-    """Finished samples, in the order of the request.
+    """Finished samples, in the order of the request."""
 
-    Attributes:
-      batch: their part of the batch.
-      samples: what rewards see: uint8 images [b, H, W, 3] or videos [b, F, H, W, 3], or b texts;
-        None if the request says not to decode.
-      prompts: the prompt of each sample.
-      policy_version: the version of the last `sync_weights` before they were sampled.
-      latents: the final latents, [b, ...]; None for text.
-    """
-
-    batch: Batch
+    batch: Batch  # their part of it
+    # What rewards see: uint8 images [b, H, W, 3] or videos [b, F, H, W, 3], or b texts; None if the
+    # request says not to decode.
     samples: Samples | None
-    prompts: Sequence[Prompt]
-    policy_version: int
-    latents: Tensor | None = None
+    prompts: Sequence[Prompt]  # of each sample
+    policy_version: int  # of the last `sync_weights` before they were sampled
+    latents: Tensor | None = None  # the final latents, [b, ...]; None for text
 
 
 R = TypeVar("R", bound=RolloutRequest)

@@ -29,11 +29,7 @@ _COUNTS = "old_policy_counts"
 class ForwardProcess(Algorithm[DiffusionBatch]):
     """Trains on a `ForwardLoss`; its old policy follows the LoRA.
 
-    Args:
-      policy: predicts velocities at noised samples.
-      loss: the loss of a noise level; says how many there are, and how the old policy follows.
-      adv_clip_max: advantages are clipped to +- this, and the loss sees their share of it.
-      micro_batch_size: samples of one forward.
+    Advantages are clipped to +- `adv_clip_max`, and the loss sees their share of it.
     """
 
     policy: VelocityGraph

@@ -92,11 +92,8 @@ class Bypass(PolicyGradient):
 class Decoupled(PolicyGradient):
     """Recomputes the old policy with the training graph, and corrects old / rollout once a batch.
 
-    Attributes:
-      corrector: computes the correction.
-      own_forwards: whether the old policy of the first mini-batch is its own forward, detached:
-        nothing has been updated by then. `correction.recompute.why_recompute` says where that may
-        be.
+    With `own_forwards` the old policy of the first mini-batch is its own forward, detached: nothing
+    has been updated by then. `correction.recompute.why_recompute` says where that may be.
     """
 
     prefix = DECOUPLED_PREFIX.removesuffix("/")

@@ -29,11 +29,9 @@ from flowgrpo_rc.losses.reinforce import reinforce
 class Objective(ABC):
     """The loss of a run, built once and called for every forward.
 
-    Args:
-      correction: settings of the rollout correction.
-      aggregation: mean that the loss is, see `shares`.
-      normalize: steps that the denominator counts, `all` or `kept`, if the correction does not say.
-      adv_clip_max: advantages are clipped to +- this.
+    `aggregation` is the mean that the loss is, see `shares`; `normalize` says which steps it
+    counts, `all` or `kept`, if the correction does not. Advantages are clipped to +-
+    `adv_clip_max`.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Objective(ABC):
     def terms(
         self, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None = None
     ) -> LossTerms:
-        """Computes the terms of the loss on a batch.
+        """Computes the terms of the loss on a batch, which add up over micro-batches and processes.
 
             total = sum over steps of share * weight * policy loss
 
@@ -89,9 +87,6 @@ class Objective(ABC):
             is made inside the loss, on [B, T] as given.
           gaussian: the current policy's steps, [B, T]; None where steps are not Gaussian. For
             losses that compare means, for centered log-ratios, and for `rollout_rs=step_kl`.
-
-        Returns:
-          Terms that add up over micro-batches and processes.
 
         Raises:
           ValueError: if the batch lacks what the loss or the correction needs.
