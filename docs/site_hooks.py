@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
@@ -30,6 +31,13 @@ def on_page_content(html: str, **_: Any) -> str:
     """
     html = _NAME_IN_TABLE.sub(lambda name: re.sub(r"([_/.])", r"\1<wbr>", name[0]), html)
     return _FORMULA.sub(_mathml, html)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Writes the index of the search as a script too, which a page from the disk may load."""
+    folder = Path(config["site_dir"], "search")
+    index = (folder / "search_index.json").read_text(encoding="utf-8")
+    (folder / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
 
 
 def _mathml(found: re.Match[str]) -> str:
