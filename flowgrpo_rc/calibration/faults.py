@@ -69,25 +69,19 @@ class Lora(NamedTuple):
 
 
 class Replay:
-    """Replays recorded steps with a copy of the trainer's network in the engine's precision.
-
-    Attributes:
-      recorded: the engine's log-probs, [B, T].
-      log_probs: of a replay without any fault, [B, T].
-      as_recorded: mean |difference| between the two.
-    """
+    """Replays recorded steps with a copy of the trainer's network in the engine's precision."""
 
     def __init__(self, copy: Copy, rollout: RecordedRollout, lora: Lora, lora_scale: float) -> None:
         self._copy = copy
         self._rollout = rollout
-        self.recorded = rollout.recorded
+        self.recorded = rollout.recorded  # the engine's log-probs, [B, T]
         self._lora = lora
         self._lora_scale = lora_scale
         self._model = copy.model
         self._batch = rollout.batch
         self._spec = rollout.batch.spec
         self._timesteps = self._model.walked_schedule(self._spec).timesteps
-        self.log_probs = self._replayed(_as_it_is)
+        self.log_probs = self._replayed(_as_it_is)  # of a replay without any fault, [B, T]
         self.as_recorded = distance(self.log_probs, self.recorded)
 
     def trials(self) -> Iterator[Trial]:

@@ -33,15 +33,10 @@ _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
 class Advantages(NamedTuple):
-    """The advantages of a batch.
+    """The advantages of a batch."""
 
-    Attributes:
-      values: float64, [B]; 0 for samples that are not valid.
-      zero_std: bool, [G]; True for the groups of this process whose rewards are all equal.
-    """
-
-    values: Tensor
-    zero_std: Tensor
+    values: Tensor  # float64, [B]; 0 for samples that are not valid
+    zero_std: Tensor  # bool, [G]; True for groups of this process whose rewards are all equal
 
 
 def group_relative(
@@ -116,25 +111,15 @@ def group_decoupled(
     eps: float = 1e-4,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
-    """Computes the advantage of several rewards, each of which is normalised by itself.
+    """Computes the advantage of several rewards, each [B], which are normalised by themselves.
 
         A_i = S_i / (std(S) + eps),   S_i = sum_k w_k (r_ki - mean_gk) / (std_gk + eps)
 
     mean_gk and std_gk are those of reward k in the group, std(S) that of the whole batch. So only
-    its weight decides how much a reward counts, not its scale. S needs no mean taken off, since
-    the mean of every group is 0. A reward that is the same for all samples of a group, but for the
-    rounding of fp32, adds exactly 0.
-
-    Args:
-      rewards: one [B] for each reward, each in its own unit.
-      weights: the weight of each reward.
-      group: int64, [B]; the group of each sample. A group is whole on one process.
-      valid: bool, [B]; the samples that count, as in `group_relative`.
-      eps: added to both standard deviations.
-      all_reduce: adds a tensor over the processes.
-
-    Returns:
-      The advantages, and which groups have equal values of every reward.
+    its weight decides how much a reward counts, not its scale. S needs no mean taken off, since the
+    mean of every group is 0. A reward that is the same for all samples of a group, but for the
+    rounding of fp32, adds exactly 0. Groups with equal values of every reward are `zero_std`; the
+    other arguments are those of `group_relative`.
 
     See "GDPO", https://arxiv.org/abs/2601.05242.
     """

@@ -31,33 +31,22 @@ CONVENTIONS = ("gaussian", "peers")
 
 
 class Transition(NamedTuple):
-    """The Gaussian that the next state of a reverse step is drawn from.
+    """The Gaussian that the next state of a reverse step is drawn from."""
 
-    Attributes:
-      mean: [B, ...].
-      std: standard deviation, dt included, [B, 1, ...]; 0 where the step is deterministic.
-    """
-
-    mean: Tensor
-    std: Tensor
+    mean: Tensor  # [B, ...]
+    std: Tensor  # dt included, [B, 1, ...]; 0 where the step is deterministic
 
 
 class GaussianSteps(NamedTuple):
-    """Facts about recorded Gaussian steps that their log-probabilities do not hold; all [B, T].
+    """Facts about recorded Gaussian steps that their log-probs do not hold; all [B, T]."""
 
-    Attributes:
-      std: standard deviation of each step, dt included.
-      dt: sigma_next - sigma of each step, below 0.
-      kl: exact KL of each step, mean over D, between the old policy and this policy;
-        differentiable in this policy. The old policy is the rollout's if the batch holds the means
-        of no other. None if the batch holds no means.
-      centered: `centered_log_ratio` of this policy to the rollout; differentiable in this policy.
-        None if the batch does not hold the means of the rollout.
-    """
-
-    std: Tensor
-    dt: Tensor
+    std: Tensor  # of each step, dt included
+    dt: Tensor  # sigma_next - sigma, below 0
+    # Exact KL, mean over D, between the old policy and this policy; differentiable in this one. The
+    # old policy is the rollout's if the batch holds the means of no other. None without any means.
     kl: Tensor | None
+    # `centered_log_ratio` of this policy to the rollout, likewise differentiable, if its means are
+    # there.
     centered: Tensor | None = None
 
     def detached(self) -> GaussianSteps:
@@ -150,7 +139,8 @@ def sample(step: Transition, noise: Tensor) -> Tensor:
 
 
 def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") -> Tensor:
-    """Computes the log-probability of the next state, as a mean over its D elements.
+    """Computes the log-prob of the next state, [B], in nats per element: a mean over its D
+    elements.
 
         gaussian  mean_D[-(x_next - mean)^2 / (2 std^2) - log(std) - log(2 pi) / 2]
         peers     mean_D[-(x_next - mean)^2]
@@ -161,14 +151,6 @@ def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") 
 
     A step with std = 0 has no density and must not be trained; `schedule.window_bounds` keeps it
     out. Here `gaussian` gives inf or nan, while `peers` stays finite and hides the mistake.
-
-    Args:
-      step: the Gaussian of the next state.
-      x_next: the next state, [B, ...].
-      convention: `gaussian` or `peers`.
-
-    Returns:
-      The mean over D of the log-density, [B], in nats per element.
 
     See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.
     """
@@ -183,7 +165,7 @@ def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") 
 def centered_log_ratio(
     step: Transition, rollout_mean: Tensor, x_next: Tensor, *, convention: str = "gaussian"
 ) -> Tensor:
-    """Computes the log-ratio to the rollout that credits the noise which the rollout drew.
+    """Computes the log-ratio to the rollout, [B], that credits the noise which the rollout drew.
 
     With the rollout's step x_next = rollout_mean + std e and d = mean - rollout_mean:
 
@@ -200,16 +182,8 @@ def centered_log_ratio(
     log-probs has e - d / std in place of e: the noise that would have led to x_next from our mean.
 
     It is computed as an inner product, and so has the relative precision of d. A difference of
-    log-probs has the absolute precision of the log-probs.
-
-    Args:
-      step: the Gaussian of the current policy.
-      rollout_mean: mean of the same step under the policy that drew x_next, [B, ...].
-      x_next: the next state, as the rollout drew it, [B, ...].
-      convention: of the log-probs, `gaussian` or `peers`.
-
-    Returns:
-      The centered log-ratio per element, [B]; differentiable in step.mean. 0 where the means agree.
+    log-probs has the absolute precision of the log-probs. It is 0 where the means agree, and
+    differentiable in step.mean; means and states are [B, ...].
     """
     # One inner product in place of a difference of two log-probs, which would cancel.
     product = (x_next - rollout_mean) * (step.mean - rollout_mean)
@@ -221,23 +195,14 @@ def centered_log_ratio(
 def reference_kl(
     step: Transition, reference_mean: Tensor, sigma: Tensor, sigma_next: Tensor, *, kind: str
 ) -> Tensor:
-    """Computes the KL penalty of a step against a reference policy, as FlowGRPO scales it.
+    """Computes the KL penalty of a step, [B] in nats per element, as FlowGRPO scales it.
 
         KL = mean_D[(mean - reference_mean)^2] / (2 s^2)
 
     s is the diffusion coefficient. For `sde` and `dance_sde` it is the standard deviation of the
     step without its factor sqrt(-dt), since the papers leave dt out. For `cps` it is the standard
-    deviation itself. `kl.gaussian_kl` is the exact divergence, with dt.
-
-    Args:
-      step: the Gaussian of the current policy.
-      reference_mean: mean of the same step under the reference policy, [B, ...].
-      sigma: the noise level before the step, [B].
-      sigma_next: the noise level after the step, [B].
-      kind: `sde`, `dance_sde` or `cps`.
-
-    Returns:
-      The penalty per element, [B], in nats; differentiable in step.mean.
+    deviation itself. `kl.gaussian_kl` is the exact divergence, with dt. The noise levels before and
+    after the step are [B]. Differentiable in step.mean.
 
     See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2.
     """

@@ -34,18 +34,13 @@ _TRAINING_METRICS = ("training_log_ppl", "training_ppl")
 
 
 class CorrectionResult(NamedTuple):
-    """Weights, mask and metrics of a correction.
+    """Weights, mask and metrics of a correction."""
 
-    Attributes:
-      weights: importance weights without gradient, 0 where there is no step, [B, T]; None without
-        `rollout_is`.
-      mask: the part of the response mask that is kept, in its dtype, [B, T].
-      metrics: name -> number, names under `rollout_corr/`.
-    """
-
+    # Importance weights without gradient, 0 where there is no step, [B, T]; None without
+    # `rollout_is`.
     weights: Tensor | None
-    mask: Tensor
-    metrics: Mapping[str, float]
+    mask: Tensor  # the part of the response mask that is kept, in its dtype, [B, T]
+    metrics: Mapping[str, float]  # names under `rollout_corr/`
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -220,14 +215,7 @@ def compute_offpolicy_metrics(
 def apply_bypass_mode(batch: B) -> B:
     """Takes the rollout's log-probs for the old policy's: old := rollout.
 
-    Args:
-      batch: samples with rollout log-probs.
-
-    Returns:
-      The batch with `old_log_probs`.
-
-    Raises:
-      ValueError: if the rollout recorded no log-probs, or in another shape than [B, T].
+    ValueError if the rollout recorded no log-probs, or in another shape than [B, T].
     """
     rollout_log_probs = require_rollout_log_probs(batch)
     _check_tensors(rollout_log_probs=rollout_log_probs, step_mask=batch.step_mask)

@@ -75,11 +75,8 @@ class AutoBands:
     ) -> None:
         """Starts with no observation, so that nothing is rejected.
 
-        Args:
-          bands: the `auto` criteria; their bounds are in units of the spread.
-          num_steps: number of steps of the schedule, S.
-          device: where the observations are kept.
-          num_mini_batches: of an iteration, each with an update.
+        The bounds of the criteria are in units of the spread. The schedule has `num_steps`, S, an
+        iteration `num_mini_batches`, each with an update.
         """
         self._bands = bands
         self._num_steps = num_steps

@@ -50,10 +50,8 @@ def write_model_card(
 ) -> Path:
     """Writes `README.md` into the folder of a LoRA and returns its path.
 
-    Args:
-      raw: True for the last weights, False for their average, which evaluations score.
-      source: the place that users load from.
-      others: transformers beside the first, whose LoRAs lie in folders with their names.
+    `raw`: the last weights, not their average, which evaluations score. Users load from `source`;
+    `others` are transformers beside the first, whose LoRAs lie in folders with their names.
     """
     rows = MetricsFile(run_dir / "metrics.jsonl").numbers()
     names, scores, evaluated = _scores(rows, step)

@@ -74,12 +74,8 @@ class AutoClip:
     ) -> None:
         """Starts without observations.
 
-        Args:
-          loss: says what it bounds.
-          deviations: k.
-          floor: the least bound; None for the bound of the published recipe.
-          centered: whether the loss takes centered log-ratios.
-          num_steps: number of steps of the schedule, S.
+        `deviations` is k, `floor` the least bound; None for the bound of the published recipe. The
+        schedule has `num_steps`, S.
         """
         self._loss = loss
         self._centered = centered

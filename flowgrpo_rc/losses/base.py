@@ -28,15 +28,10 @@ REFERENCE_KL_THRESHOLD = 1e-5
 
 
 class PolicyLoss(NamedTuple):
-    """The loss of each step, before weights and mean.
+    """The loss of each step, before weights and mean."""
 
-    Attributes:
-      values: [B, T], differentiable; 0 without gradient where a step is not kept.
-      metrics: names without prefix; a run reports them as `actor/NAME`.
-    """
-
-    values: Tensor
-    metrics: MetricBag
+    values: Tensor  # [B, T], differentiable; 0 without gradient where a step is not kept
+    metrics: MetricBag  # names without prefix; a run reports them as `actor/NAME`
 
 
 # (log_probs, old_log_probs, advantages, keep_mask), all [B, T] -> the loss of each step.
@@ -217,12 +212,10 @@ class ForwardLoss(ImageLoss):
 
     @abstractmethod
     def old_decay(self, updates: int) -> float:
-        """Returns how much of itself the old policy keeps at the end of an iteration.
+        """Returns how much of itself the old policy keeps at the end of an iteration, after some
+        updates.
 
             old := decay old + (1 - decay) current
-
-        Args:
-          updates: optimizer updates of the run so far.
         """
 
 
@@ -276,9 +269,8 @@ class LossTerms(NamedTuple):
 def counts(number: Tensor, weights: Tensor | None = None) -> Tensor:
     """Computes what `denominator` needs, [3] float64; it adds up over micro-batches and processes.
 
-    Args:
-      number: number of steps or sequences that the loss is the sum of, float64 scalar.
-      weights: sum and number of weights that are still to be divided by their mean, [2] float64.
+    These are the number of steps or sequences that the loss is the sum of, a float64 scalar, and
+    the sum and number of weights that are still to be divided by their mean, [2], if there are any.
     """
     return torch.cat([number.unsqueeze(0), number.new_zeros(2) if weights is None else weights])
 

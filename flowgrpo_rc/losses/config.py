@@ -192,13 +192,7 @@ class TokenLossConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Everything that a loss is built from.
-
-    Attributes:
-      rollout_correction: the one rollout correction of the run.
-      diffusion_loss: settings of the loss of images.
-      token_loss: settings of the loss of text.
-    """
+    """Everything that a loss is built from; there is one rollout correction in a run."""
 
     rollout_correction: RolloutCorrectionConfig
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)

@@ -25,16 +25,12 @@ class FlowDPPO(DiffusionLoss):
     over latent elements (the paper's, divided by their number D). No gradient flows through the
     decision. An update that leads a step back towards the old policy is never masked.
 
-    Attributes:
-      kl_threshold: up to this KL every update passes; of each step, [B, T], if it follows the
-        mismatch.
-
     See "Flow-DPPO", https://arxiv.org/abs/2606.11025.
     """
 
     needs_means = True
 
-    kl_threshold: float | Tensor
+    kl_threshold: float | Tensor  # of each step, [B, T], if it follows the mismatch
 
     def __call__(
         self,

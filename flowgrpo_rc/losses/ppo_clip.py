@@ -111,15 +111,10 @@ def dual_bound(clip_ratio: float | Tensor, dual_clip: float | None) -> float | T
 
 @dataclass(frozen=True, kw_only=True)
 class StepClip(DiffusionLoss):
-    """A loss of denoising steps that is `ppo_clip` on some ratio of a step.
+    """A loss of denoising steps that is `ppo_clip` on some ratio of a step."""
 
-    Attributes:
-      clip_ratio: half-width of the band; of each step, [B, T], if it follows the mismatch.
-      dual_clip: where the advantage is negative, the ratio counts as at most 1 + dual_clip *
-        clip_ratio; None for no bound.
-    """
-
-    clip_ratio: float | Tensor
+    clip_ratio: float | Tensor  # of each step, [B, T], if it follows the mismatch
+    # Where the advantage is negative, the ratio counts as at most 1 + dual_clip * clip_ratio.
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
@@ -140,17 +135,11 @@ class StepClip(DiffusionLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenClip(TokenLoss):
-    """A loss of tokens that is `ppo_clip` on some ratio of a token.
+    """A loss of tokens that is `ppo_clip` on some ratio of a token."""
 
-    Attributes:
-      clip_ratio_low: the ratio is clipped at 1 - clip_ratio_low.
-      clip_ratio_high: the ratio is clipped at 1 + clip_ratio_high.
-      clip_ratio_c: dual clip; None for none.
-    """
-
-    clip_ratio_low: float
-    clip_ratio_high: float
-    clip_ratio_c: float | None
+    clip_ratio_low: float  # the ratio is clipped at 1 - clip_ratio_low
+    clip_ratio_high: float  # the ratio is clipped at 1 + clip_ratio_high
+    clip_ratio_c: float | None  # dual clip; None for none
 
     @abstractmethod
     def log_ratio(self, log_probs: Tensor, old_log_probs: Tensor, keep_mask: Tensor) -> Tensor:

@@ -72,14 +72,11 @@ class ExpectedMismatch:
 
     It is measured in the first iteration, in the second, in which the LoRA is no longer zero, every
     `EVERY` iterations after these, and when a sample is in a cell that had none so far. A
-    measurement goes on over further iterations until it has enough observations.
+    measurement goes on over further iterations until it has `enough` observations, as has what is
+    compared with it.
 
-    Args:
-      other: the same policy, rounded in another way.
-      size: from `relative_size`.
-      least: the smallest expectation.
-      micro_batch_size: rows in one forward.
-      enough: observations of a measurement, and of what is compared with it.
+    `other` is the same policy, rounded in another way; `size` is from `relative_size`; `least` is
+    the smallest expectation.
     """
 
     def __init__(

@@ -44,9 +44,8 @@ class _Finding(NamedTuple):
 class Health:
     """What the rules say of a step; true if healthy.
 
-    Attributes:
-      warnings: one sentence for each rule that holds, with the measured value, its threshold and
-        the key to change.
+    A warning is one sentence for each rule that holds, with the measured value, its threshold and
+    the key to change.
     """
 
     warnings: tuple[str, ...]

@@ -94,12 +94,8 @@ class Proposal:
 class Fitter:
     """Finds settings for cards of several sizes; measures activations once.
 
-    Args:
-      job: the run, whose settings are the start.
-      needs: what `measure_needs` has found; None to measure it now.
-
-    Raises:
-      ValueError: the sizes of forwards are part of what is asked for.
+    The run's own settings are the start; `needs` is what `measure_needs` has found, None to measure
+    it now. ValueError if the sizes of forwards are part of what is asked for.
     """
 
     def __init__(self, job: Job, *, needs: Needs | None = None) -> None:
@@ -117,11 +113,7 @@ class Fitter:
             self._held[offload] = sum(size for _, size, _ in [*memory(held), context(held)])
 
     def fit(self, gib: float) -> Proposal:
-        """Returns the fastest settings that fit; if none does, those that need least.
-
-        Args:
-          gib: memory of a card in GiB.
-        """
+        """Returns the fastest settings that fit a card of some GiB, or those that need least."""
         proposals = []
         for config in self.candidates():
             proposals.append(Proposal(config, self.peak(config)))

@@ -12,9 +12,7 @@ from flowgrpo_rc.planning.weights import Job, Row, as_size, while_loading
 def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
     """Returns what each phase of a step needs besides; the phases follow each other.
 
-    Args:
-      job: the run.
-      found: the activations of its phases.
+    `found` holds the activations of the phases.
     """
     config = job.config
     gathered = _gathered(job)

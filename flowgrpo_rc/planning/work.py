@@ -49,12 +49,9 @@ def _samples(job: Job) -> list[Count]:
 
 
 def forwards(job: Job) -> list[tuple[str, int, str]]:
-    """Counts the forwards of one process in one step; those with a backward come last.
+    """Counts the forwards of one process in one step by kind; those with a backward come last.
 
     With guidance a sample takes two.
-
-    Returns:
-      Name, number and formula of each kind.
     """
     config, actor, rollout = job.config, job.config.actor, job.config.rollout
     each_sample, guidance = _guidance(job)

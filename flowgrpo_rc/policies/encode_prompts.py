@@ -23,12 +23,8 @@ class KnownPrompts:
     """Encodes prompts that come again and again once, and keeps their conditioning on the host.
 
     With `model.offload_idle` the text encoders then stay where they are. Prompts are known in the
-    batches in which they came first, so that no bit depends on what is kept.
-
-    Args:
-      model: the model whose text encoders are used.
-      spec: as of `encode_prompts`.
-      limit: bytes that are kept; what goes beyond is encoded each time.
+    batches in which they came first, so that no bit depends on what is kept: so many bytes, and
+    what goes beyond is encoded each time.
     """
 
     def __init__(self, model: FlowModel, spec: SamplerSpec, *, limit: int = _LIMIT) -> None:

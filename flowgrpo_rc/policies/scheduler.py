@@ -46,14 +46,10 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             pipe.scheduler, sde_type="sde", noise_level=0.7
         )
 
-    With noise level 0 the images are the stock ones.
-
-    Attributes:
-      sde_type: a kind of `core.transition`.
-      noise_level: scale of the noise; 0 for deterministic steps.
+    With noise level 0 the steps are deterministic, and the images are the stock ones.
     """
 
-    sde_type: str
+    sde_type: str  # a kind of `core.transition`
     noise_level: float
 
     @classmethod

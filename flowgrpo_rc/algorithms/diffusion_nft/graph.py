@@ -28,9 +28,6 @@ class VelocityGraph:
     """The transformer of a flow policy on finished samples.
 
     The noise of a sample at a noise level follows from the sample's seed and the level alone.
-
-    Args:
-      flow: evaluates the transformer, and says how many rows of a sample a forward takes.
     """
 
     def __init__(self, flow: FlowPolicy) -> None:
