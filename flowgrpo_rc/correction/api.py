@@ -1,6 +1,7 @@
 """The public functions of rollout correction, under the names of the documents.
 
-Shapes and dtypes are checked here, once; what is below trusts them.
+Shapes and dtypes are checked here, once; what is below trusts them. All functions raise ValueError
+for wrong settings, for shapes that differ, and for log-probs that are no floating-point numbers.
 
 Legend: B rows, T steps (SDE steps or tokens).
 """
@@ -71,10 +72,6 @@ def compute_rollout_correction_and_rejection_mask(
 
     Returns:
       Weights, mask and metrics.
-
-    Raises:
-      ValueError: for wrong settings, for shapes that differ, and for log-probs that are no
-        floating-point numbers.
     """
     _check_tensors(
         old_log_prob=old_log_prob,
@@ -121,10 +118,6 @@ def compute_rollout_correction_weights(
 
     Returns:
       The weights, [B, T], without gradient, 0 where there is no step.
-
-    Raises:
-      ValueError: for wrong settings, for shapes that differ, and for log-ratios that are no
-        floating-point numbers.
     """
     _check_tensors(log_ratio=log_ratio, response_mask=response_mask)
     found = _corrected(
@@ -160,10 +153,6 @@ def compute_rollout_rejection_mask(
 
     Returns:
       The mask that is left, [B, T], in the dtype of `response_mask`.
-
-    Raises:
-      ValueError: for wrong settings, for shapes that differ, and for log-ratios that are no
-        floating-point numbers.
     """
     _check_tensors(log_ratio=log_ratio, response_mask=response_mask, step_kl=step_kl)
     found = _corrected(
@@ -192,9 +181,6 @@ def compute_offpolicy_metrics(
 
     Returns:
       Name -> number, names without prefix.
-
-    Raises:
-      ValueError: for shapes that differ, and for log-probs that are no floating-point numbers.
     """
     _check_tensors(
         old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask

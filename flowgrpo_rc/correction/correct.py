@@ -98,21 +98,17 @@ class Corrector:
 
         A step whose difference is not finite is rejected, whatever is configured, and only
         `rollout_rs_nonfinite_fraction` counts it. A criterion of sequences rejects its sequence.
+        Weights are in the dtype of the training log-probs.
 
         Args:
           training_log_probs: log-probs of the training graph, [B, T].
           rollout_log_probs: log-probs of the policy that sampled, [B, T].
           step_mask: bool, the steps that exist, [B, T].
           allowed: bool, the steps that an earlier decision keeps, [B, T]; None for everything.
-          step_kl: exact KL between rollout's and training graph's steps, [B, T]; left alone unless
-            a criterion asks for it.
+          step_kl: exact KL of the steps, [B, T]; left alone unless a criterion asks for it.
           num_elements: number of elements that a log-prob is the mean of, for `log_prob_scale=sum`.
           normalise: False leaves batch normalisation to the caller, who knows the whole batch.
           all_reduce: adds up a tensor over processes.
-
-        Returns:
-          The correction, with weights in the dtype of the training log-probs, or at least fp32
-          where they are still to be normalised.
 
         Raises:
           ValueError: if a criterion needs `step_kl` or, for `auto:k`, an earlier decision, and

@@ -25,23 +25,16 @@ class DiffusionNFT(ForwardLoss):
     sigma (target - u) is the error of the clean sample that u predicts from x_t. sg stops the
     gradient: the weight makes errors of all noise levels count alike.
 
-    Attributes:
-      beta: how far the two policies lie from the old one, in units of v - v_old.
-      times: as in `ForwardLoss`.
-      old_decay_rate: the old policy keeps more of itself with every update, by this much.
-      old_decay_max: the most that it keeps.
-      old_decay_start: updates before that, in which it keeps nothing of itself.
-
     See "DiffusionNFT: Online Diffusion Reinforcement with Forward Process",
     https://arxiv.org/abs/2509.16117, algorithm 1 and section 3.3; the factor 1 / beta and the decay
     are those of its published code.
     """
 
-    beta: float = 1.0
-    times: int | None = None
-    old_decay_rate: float = 0.001
-    old_decay_max: float = 0.5
-    old_decay_start: int = 0
+    beta: float = 1.0  # how far the two policies lie from the old one, in units of v - v_old
+    times: int | None = None  # as in `ForwardLoss`
+    old_decay_rate: float = 0.001  # by which the old policy keeps more of itself in every update
+    old_decay_max: float = 0.5  # the most that it keeps
+    old_decay_start: int = 0  # updates before that, in which it keeps nothing of itself
 
     def __post_init__(self) -> None:
         """Raises ValueError for a wrong option."""

@@ -139,19 +139,13 @@ def shared_noise(y: Tensor, excess: Tensor, group_size: int) -> Tensor:
 
         max_ij |mean_K[y_i y_j]| - sqrt(excess_i excess_j) - [same sample] sqrt(excess_later)
 
-    Pairs are those of the steps of a group. By Cauchy-Schwarz the velocities of two steps add at
-    most sqrt(excess_i excess_j) to the covariance of y. The velocity of a later step of the same
-    sample also depends on the noise of the earlier one, which adds at most sqrt(excess_later). So
-    it is 0 +- 1 / sqrt(K), or below, for independent noise, and 1 for two steps with the same noise
-    whose means are known. Steps where the noise is less than 2/3 of the variance are left out.
-
-    Args:
-      y: noise of the steps, [B, T, K].
-      excess: variance of each that is none of the noise's, [B, T].
-      group_size: number of samples of a group; they are next to each other.
-
-    Returns:
-      A scalar; -inf if no two steps of a group can be looked at.
+    y is the noise of the steps, [B, T, K], excess the variance of each that is none of the noise's,
+    [B, T]. Pairs are those of the steps of a group, whose samples are next to each other. By
+    Cauchy-Schwarz the velocities of two steps add at most sqrt(excess_i excess_j) to the covariance
+    of y. The velocity of a later step of the same sample also depends on the noise of the earlier
+    one, which adds at most sqrt(excess_later). So it is 0 +- 1 / sqrt(K), or below, for independent
+    noise, and 1 for two steps with the same noise whose means are known. Steps where the noise is
+    less than 2/3 of the variance are left out; -inf if no two steps of a group can be looked at.
     """
     num_steps = y.shape[1]
     y = y.unflatten(0, (-1, group_size)).flatten(1, 2)
