@@ -85,8 +85,5 @@ def _message(message: Any, where: str) -> dict[str, object]:
 
 def _is_text(part: Any) -> bool:
     """Returns whether a part of a content is a text, and not a picture that may have a caption."""
-    return (
-        isinstance(part, dict)
-        and isinstance(part.get("text"), str)
-        and part.get("type") in (None, "text", "input_text")
-    )
+    kind = part.get("type") if isinstance(part, dict) else "none"
+    return kind in (None, "text", "input_text") and isinstance(part.get("text"), str)
