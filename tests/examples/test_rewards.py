@@ -8,6 +8,7 @@ from pathlib import Path
 import convert_reward
 import numpy as np
 import pytest
+import smollm2
 import torch
 from support.tiny_rewards import blip, save_clip, save_image_reward
 from support.tiny_vlm import INSTRUCTIONS, VOCABULARY, save_vlm, save_vlm_reward
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.data.prompts import read_prompts
 from flowgrpo_rc.rewards.hpsv3 import HPSv3
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager
 
@@ -180,6 +182,21 @@ def test_the_example_of_a_user_s_reward():
         "tint/brightness": pytest.approx(1 / 3),
         "red": 1.0,
     }
+
+
+def test_the_reward_of_the_small_model_in_trl_s_form_scores_its_own_prompts(tmp_path: Path):
+    smollm2.write_prompts(tmp_path)
+    files = (tmp_path / "train.jsonl", tmp_path / "val.jsonl")
+    asked, held_out = (read_prompts(file, require_target=True, chats=True) for file in files)
+    assert not {prompt.text for prompt in asked} & {prompt.text for prompt in held_out}
+    assert len(asked) == len(held_out) + 1 == 47
+    manager = RewardManager(
+        RewardConfig(terms={"x": {"_target_": "function", "path": "smollm2:names_capital"}})
+    )
+    answers = ["It is Tirana.", "Luanda", "Yerevan, as all of you know very well", "Paris"]
+    found = manager.collect([manager.submit(answers, asked[:4])])
+    manager.close()
+    assert found.total.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_hpsv3_with_the_names_and_the_vocabulary_of_the_published_file(tmp_path: Path):
