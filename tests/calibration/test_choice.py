@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.compositions import config_of
 
-from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Settings, bound_of, check_modes, choose, up
 from flowgrpo_rc.calibration.measure import Mismatch
 from flowgrpo_rc.config.check_settings import check_settings
@@ -101,24 +100,6 @@ def test_a_mode_can_be_asked_for_and_a_fault_widens_no_band(
     clip = up(1.25 * Z99 * scale) if bypass else 1e-4
     assert (found.values[MODE], found.values[CLIP]) == (bypass, pytest.approx(clip))
     assert words in found.reason
-
-
-@pytest.mark.parametrize(("cause", "healthy"), [(None, True), (None, False), ("lora", False)])
-def test_an_unexplained_mismatch_is_not_treated_as_noise(cause: str | None, healthy: bool) -> None:
-    diagnosis = Diagnosis(
-        mismatch=1e-4,
-        copy_mismatch=1e-5,
-        as_recorded=1e-4,
-        trials=[],
-        found=[] if cause is None else [(cause, "it is off")],
-        explanation=None,
-        similar=None,
-        healthy=healthy,
-    )
-    chosen = settings(mismatch(1e-4), doubt=diagnosis.doubt)
-    assert chosen.values[MODE] is healthy
-    assert healthy is (diagnosis.doubt is None)
-    assert healthy or diagnosis.doubt in chosen.reason
 
 
 def test_peers_log_probs_have_their_own_band() -> None:

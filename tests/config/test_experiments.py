@@ -54,16 +54,6 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
     check_kind(config.reward, adapter.makes)
 
 
-def test_the_reference_recipe() -> None:
-    config = experiment("sd35_medium_ocr_8xh100")
-    assert config.rollout.window() == (9, 0, 9)  # the last step is not trained
-    assert config.total_updates() == 2 * config.trainer.total_training_steps
-    assert config.algorithm.adv_estimator == "flow_grpo"
-    correction = config.algorithm.rollout_correction  # its old log-probs are the rollout's
-    assert correction.bypass_mode
-    assert correction.rollout_is is correction.rollout_rs is None
-
-
 def has_bands_that_follow(config: Config, *, bypass_mode: bool) -> bool:
     found = config.algorithm.rollout_correction
     bands = (found.rollout_is, found.rollout_rs, found.rollout_rs_threshold)
