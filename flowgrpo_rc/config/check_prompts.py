@@ -65,12 +65,16 @@ def check_texts(
     tokenizer = load_tokenizer(config.model)
     first = ""
     for read, _, where in asked:
+        unknown = []
         for prompt in read:
             try:
                 ids = token_ids(tokenizer, prompt.said, template, max_length=rollout.prompt_length)
             except ValueError as error:
                 raise ValueError(f"{where(prompt)}: {error}") from error
             first = first or shown_tokens(tokenizer, ids)
+            if _has_unknown(tokenizer, ids):
+                unknown.append(prompt)
+        _warn_of_unknown(unknown, read, "the tokenizer", where)
     return first
 
 
@@ -95,7 +99,11 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
                 *(len(own), len(read), model.cfg_key, model.unguided_scale, where(read[own[0]])),
             )
         for name, (tokenizer, most) in limits.items():
-            cut = _cut(model, tokenizer, most, [prompt.text for prompt in read])
+            texts = [prompt.text for prompt in read]
+            rows_of_ids = zip(read, tokenizer(texts).input_ids, strict=True)
+            unknown = [prompt for prompt, ids in rows_of_ids if _has_unknown(tokenizer, ids)]
+            _warn_of_unknown(unknown, read, name, where)
+            cut = _cut(model, tokenizer, most, texts)
             cut_by_all &= set(cut)
             without = _cut(model, tokenizer, most, negatives) if guided else []
             for what, rows in (("prompts", cut), ("negative prompts", without)):
@@ -113,6 +121,24 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
                     f"{max(most for _, most in limits.values())} tokens that the model reads of a "
                     f"prompt, so no sample could show it: shorten the prompt, or raise {key}"
                 )
+
+
+def _has_unknown(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Returns whether a text has letters that the tokenizer reads as its unknown token."""
+    unknown = tokenizer.unk_token_id
+    # That of CLIP is the end of every text, and none of its letters is unknown.
+    return unknown is not None and unknown != tokenizer.eos_token_id and unknown in ids
+
+
+def _warn_of_unknown(
+    found: Sequence[Prompt], read: Sequence[Prompt], name: str, where: Callable[[Prompt], str]
+) -> None:
+    if found:
+        logger.warning(
+            "%d of %d prompts have letters that %s does not know, so it reads all of them alike; "
+            "the first is %s",
+            *(len(found), len(read), name, where(found[0])),
+        )
 
 
 def _cut(model: FlowModel, tokenizer: Any, most: int, texts: Sequence[str]) -> list[int]:

@@ -213,6 +213,23 @@ def test_what_a_language_model_has_no_room_for(
     assert words in capsys.readouterr().err
 
 
+def test_letters_that_a_tokenizer_does_not_know_are_counted(
+    overrides: list[str], chats: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(file.read_text().replace("13", "Ж3").replace("14", "😀4"))
+    assert main(["train", "--dry-run", *chats]) == 0
+    said = "2 of 8 prompts have letters that the tokenizer does not know, so it reads all of them"
+    assert f"{said} alike; the first is data.train_files: {file}, line 4" in caplog.text
+    caplog.clear()
+    # T5's vocabulary lacks the letter, and CLIP's has every byte.
+    file = tmp_path / "p.txt"
+    file.write_text('a "HI"\na 猫 with "ME"\n')
+    assert dry_run(overrides, file) == 0
+    assert "1 of 2 prompts have letters that tokenizer_3 does not know" in caplog.text
+    assert caplog.text.count("does not know") == 2  # of training and held-out prompts
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [("tools", [{"name": "add"}]), ("chat_template_kwargs", {"a": 1}), ("negative_prompt", "no")],
