@@ -111,15 +111,25 @@ def group_decoupled(
     eps: float = 1e-4,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
-    """Computes the advantage of several rewards, each [B], which are normalised by themselves.
+    """Computes the advantage of several rewards, each of which is normalised by itself.
 
         A_i = S_i / (std(S) + eps),   S_i = sum_k w_k (r_ki - mean_gk) / (std_gk + eps)
 
     mean_gk and std_gk are those of reward k in the group, std(S) that of the whole batch. So only
-    its weight decides how much a reward counts, not its scale. S needs no mean taken off, since the
-    mean of every group is 0. A reward that is the same for all samples of a group, but for the
-    rounding of fp32, adds exactly 0. Groups with equal values of every reward are `zero_std`; the
-    other arguments are those of `group_relative`.
+    its weight decides how much a reward counts, not its scale. S needs no mean taken off, since
+    the mean of every group is 0. A reward that is the same for all samples of a group, but for the
+    rounding of fp32, adds exactly 0.
+
+    Args:
+      rewards: one [B] for each reward, each in its own unit.
+      weights: the weight of each reward.
+      group: int64, [B]; the group of each sample. A group is whole on one process.
+      valid: bool, [B]; the samples that count, as in `group_relative`.
+      eps: added to both standard deviations.
+      all_reduce: adds a tensor over the processes.
+
+    Returns:
+      The advantages, and which groups have equal values of every reward.
 
     See "GDPO", https://arxiv.org/abs/2601.05242.
     """
@@ -161,11 +171,18 @@ def estimate(
 
 
 def farthest(advantages: Tensor, group: Tensor, size: int) -> Tensor:
-    """Finds the `size` samples of each group whose advantages, [B], are farthest from 0.
+    """Finds the samples of each group whose advantages are farthest from 0.
 
     Training on them alone loses little: what a sample adds to the squared norm of the gradient
-    grows with its advantage squared. Of equal ones the first are taken. Returns their positions in
-    ascending order, int64, [B'].
+    grows with its advantage squared. Of equal ones the first are taken.
+
+    Args:
+      advantages: of each sample, [B].
+      group: the group of each sample, int64, [B].
+      size: how many to take of each group, at most.
+
+    Returns:
+      Their positions in ascending order, int64, [B'].
 
     See "Not All Rollouts are Useful", https://arxiv.org/abs/2504.13818, which takes the samples of
     a group whose rewards have the largest variance.

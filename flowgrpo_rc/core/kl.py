@@ -13,28 +13,50 @@ from torch import Tensor
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """Computes Schulman's first estimator, in nats: unbiased, of either sign.
+    """Computes Schulman's first estimator: unbiased, of either sign.
 
-    k1 = -log_ratio
+        k1 = -log_ratio
+
+    Args:
+      log_ratio: log(training / rollout) at samples of the rollout policy, of any shape.
+
+    Returns:
+      The estimate of KL(rollout | training) at each sample, in nats.
+
+    See http://joschu.net/blog/kl-approx.html.
     """
     return -log_ratio
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """Computes Schulman's second estimator, in nats: biased, never negative.
+    """Computes Schulman's second estimator: biased, never negative.
 
-    k2 = log_ratio^2 / 2
+        k2 = log_ratio^2 / 2
+
+    Args:
+      log_ratio: log(training / rollout) at samples of the rollout policy, of any shape.
+
+    Returns:
+      The estimate of KL(rollout | training) at each sample, in nats.
+
+    See http://joschu.net/blog/kl-approx.html.
     """
     return 0.5 * log_ratio**2
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Computes Schulman's third estimator, in nats: unbiased, never negative.
+    """Computes Schulman's third estimator: unbiased, never negative.
 
         k3 = exp(log_ratio) - 1 - log_ratio
 
-    At the scale of diffusion steps (1e-4) the log-ratio has to be float64: the result is about
-    log_ratio^2 / 2.
+    Args:
+      log_ratio: log(training / rollout) at samples of the rollout policy, of any shape. At the
+        scale of diffusion steps (1e-4) it has to be float64: the result is about log_ratio^2 / 2.
+
+    Returns:
+      The estimate of KL(rollout | training) at each sample, in nats and in the given precision.
+
+    See http://joschu.net/blog/kl-approx.html.
     """
     # expm1 keeps the digits that exp(x) - 1 loses near 0; the clamp removes the last rounding
     # error below zero.
@@ -46,8 +68,14 @@ def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
 
         KL = mean_D[(mean - other_mean)^2] / (2 std^2)
 
-    It is exact, has no sampling noise, and is the same in both directions. Means are [B, ...] with
-    D elements for each of B, to which the standard deviation broadcasts. Returns [B], in nats per
-    element.
+    It is exact, has no sampling noise, and is the same in both directions.
+
+    Args:
+      mean: mean of one Gaussian, [B, ...] with D elements for each of B.
+      other_mean: mean of the other Gaussian, [B, ...].
+      std: standard deviation of both, broadcasts to the means.
+
+    Returns:
+      The divergence per element, [B], in nats.
     """
     return ((mean - other_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)

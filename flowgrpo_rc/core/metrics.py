@@ -41,9 +41,12 @@ class MetricBag:
         self._derived: dict[str, tuple[tuple[str, ...], Derived]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds elements to a mean: those where `mask`, bool of their shape, holds; None for all.
+        """Adds elements to a mean. It is absent from the result if it has no element.
 
-        It is absent from the result if it has no element.
+        Args:
+          name: name of the metric.
+          values: the elements, of any shape.
+          mask: bool, of the same shape; the elements that count. None for all.
         """
         values = values.detach()
         if mask is None:
@@ -53,9 +56,13 @@ class MetricBag:
             self.ratio(name, select(values, mask), mask)
 
     def ratio(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Adds a sum and a count, or tensors that add up to them, to a mean.
+        """Adds a sum and a count to a mean. It is absent from the result if the count is 0.
 
-        The count may be a sum of weights. The mean is absent from the result if the count is 0.
+        Args:
+          name: name of the metric.
+          total: sum of the elements, or what adds up to it, of any shape.
+          count: number of the elements, or the sum of their weights, or what adds up to it, of any
+            shape.
         """
         self._add(self._sums, name, total)
         self._add(self._counts, name, count)
@@ -73,15 +80,25 @@ class MetricBag:
         self._extremum(self._minima, name, values, mask, math.inf)
 
     def derive(self, name: str, needs: Sequence[str], function: Derived) -> None:
-        """Defines a metric as a function of the values of others after their reduction.
+        """Defines a metric that follows from others after their reduction.
 
         A standard deviation, for example, follows from the means of x and of x^2. The metric is
         absent if one of those that it needs is.
+
+        Args:
+          name: name of the metric.
+          needs: names of the metrics that it follows from.
+          function: takes their values, in order, and returns the metric.
         """
         self._derived[name] = (tuple(needs), function)
 
     def rename(self, names: Mapping[str, str], *, keep: bool) -> None:
-        """Renames metrics that are here, old -> new; `keep` keeps the old name as well."""
+        """Gives metrics other names.
+
+        Args:
+          names: old name -> new name; old names that are not here are ignored.
+          keep: keep the old name as well.
+        """
         for store in self._stores():
             for old, new in names.items():
                 if old in store:
@@ -93,14 +110,26 @@ class MetricBag:
             }
 
     def pick(self, names: Mapping[str, str]) -> MetricBag:
-        """Returns a new bag with some of the metrics here under new names, old -> new."""
+        """Returns some of the metrics under new names.
+
+        Args:
+          names: old name -> new name; old names that are not here are ignored.
+
+        Returns:
+          A new bag.
+        """
         bag = MetricBag()
         for store, own in zip(self._stores(), bag._stores(), strict=True):
             own.update({new: copy(store[old]) for old, new in names.items() if old in store})
         return bag
 
     def replace(self, other: MetricBag, prefix: str = "") -> None:
-        """Takes in another bag, as `merge` does, in place of metrics with the same names."""
+        """Takes in another bag in place of the metrics here that have the same names.
+
+        Args:
+          other: the bag to take in.
+          prefix: prepended to its names, with a slash between.
+        """
         taken = {_join(prefix, name) for store in other._stores() for name in store}
         for store in self._stores():
             for name in taken & store.keys():
@@ -110,7 +139,9 @@ class MetricBag:
     def merge(self, other: MetricBag, prefix: str = "") -> None:
         """Takes in another bag, as if its elements had been added here.
 
-        The prefix is prepended to its names, with a slash between.
+        Args:
+          other: the bag to take in.
+          prefix: prepended to its names, with a slash between.
         """
         # References, not copies: the elements are reduced once, in `compute`.
         for own, store in zip(self._stores()[:-1], other._stores()[:-1], strict=True):
@@ -218,21 +249,33 @@ def _join(prefix: str, name: str) -> str:
 
 
 def std_from_moments(mean: float, mean_square: float) -> float:
-    """Computes the standard deviation of a population from the means of x and of x^2.
+    """Computes the standard deviation of a population from two moments.
 
         std = sqrt(mean_square - mean^2)
 
-    A difference below 0 is a rounding error and gives 0; an infinite mean_square gives inf.
+    Args:
+      mean: mean of x.
+      mean_square: mean of x^2.
+
+    Returns:
+      The standard deviation. A difference below 0 is a rounding error and gives 0; an infinite
+      mean_square gives inf.
     """
     return math.inf if math.isinf(mean_square) else math.sqrt(max(mean_square - mean * mean, 0.0))
 
 
 def sample_std_from_moments(mean: float, mean_square: float, count: float) -> float:
-    """Computes the standard deviation of a sample of n from the means of x and of x^2.
+    """Computes the standard deviation of a sample from two moments, with n - 1 in its denominator.
 
         std = sqrt((mean_square - mean^2) n / (n - 1))
 
-    It is 0 for a single element.
+    Args:
+      mean: mean of x.
+      mean_square: mean of x^2.
+      count: number of elements, n.
+
+    Returns:
+      The standard deviation; 0 for a single element.
     """
     return (
         std_from_moments(mean, mean_square) * math.sqrt(count / (count - 1)) if count > 1 else 0.0

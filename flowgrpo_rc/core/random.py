@@ -14,10 +14,14 @@ from torch import Tensor
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Returns a seed, the first 63 bits of a SHA-256 hash of integers and strings.
+    """Returns a 63-bit seed that follows from integers and strings.
 
-    The parts say what the draw is for. Other values, another order or another type (1 and "1") give
-    an independent seed.
+    Args:
+      *parts: what the draw is for. Other values, another order or another type (1 and "1") give
+        an independent seed.
+
+    Returns:
+      The first 63 bits of a SHA-256 hash of the parts.
     """
     # The type and a separator that no text contains keep (1, "2") and ("1", 2) and (12,) apart.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
@@ -27,14 +31,27 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """Returns a generator for one draw, of the CPU: every device gets the same numbers."""
+    """Returns a fresh generator for one draw.
+
+    Args:
+      *parts: what the draw is for, as in `derive_seed`.
+
+    Returns:
+      A generator of the CPU, so that every device gets the same numbers.
+    """
     return torch.Generator("cpu").manual_seed(derive_seed(*parts))
 
 
 def normal(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> Tensor:
     """Draws standard normal noise. Row i depends on seeds[i] and the purpose alone.
 
-    Returns [len(seeds), *shape], fp32, on the CPU.
+    Args:
+      shape: shape of one row.
+      seeds: one seed for each row.
+      *purpose: what the draw is for, as in `derive_seed`.
+
+    Returns:
+      [len(seeds), *shape], fp32, on the CPU.
     """
     # Row by row: one draw of all rows would depend on how many there are.
     rows = [torch.randn(tuple(shape), generator=generator(seed, *purpose)) for seed in seeds]
@@ -44,7 +61,13 @@ def normal(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> T
 def uniform(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> Tensor:
     """Draws numbers that are uniform in [0, 1). Row i depends on seeds[i] and the purpose alone.
 
-    Returns [len(seeds), *shape], float64, on the CPU.
+    Args:
+      shape: shape of one row.
+      seeds: one seed for each row.
+      *purpose: what the draw is for, as in `derive_seed`.
+
+    Returns:
+      [len(seeds), *shape], float64, on the CPU.
     """
     rows = [
         torch.rand(tuple(shape), generator=generator(seed, *purpose), dtype=torch.float64)

@@ -22,10 +22,13 @@ class RowMetrics:
         self._blocks: dict[str, list[Mapping[str, Tensor]]] = {}
 
     def put(self, topic: str, function: Callable[..., MetricBag], **columns: Tensor) -> None:
-        """Takes in the columns of a block of rows, one number of each row, [b], by name.
+        """Takes in the columns of a block of rows.
 
-        `function` computes the metrics of the topic from the columns of all rows, [B]; that of the
-        last block is called. Every block has the same topics.
+        Args:
+          topic: what the columns are about; every block has the same topics.
+          function: computes the metrics of the topic; its arguments are the columns of all rows,
+            [B]. That of the last block is called.
+          columns: name of the argument -> number of each row of the block, [b].
         """
         self._functions[topic] = function
         self._blocks.setdefault(topic, []).append(columns)

@@ -63,8 +63,17 @@ def sliding_start(step: int, *, size: int, first: int, last: int, interval: int)
     """Computes where the windows of a training step start if they slide along the schedule.
 
     They stay for `interval` training steps at first, then at first + 1, and so on as long as a
-    window of `size` steps fits before `last`, and then begin at first again. Training steps count
-    from 1; a calibration, which has step 0, counts as the first.
+    window fits, and then begin at first again.
+
+    Args:
+      step: training step, from 1; a calibration, which has step 0, counts as the first.
+      size: number of steps of a window, T.
+      first: the first step that a window may hold.
+      last: one past the last step that a window may hold.
+      interval: training steps at one place.
+
+    Returns:
+      The index of the first step of all windows.
 
     See "MixGRPO", https://arxiv.org/abs/2507.21802, section 3.2, whose window stops at the end; its
     published scripts start anew, as here.
@@ -133,10 +142,17 @@ def draw_windows(
 
 
 def draw_times(seeds: Sequence[int], num_steps: int, count: int | None) -> Tensor:
-    """Draws the noise levels at which clean samples are trained on, from one seed for each of B.
+    """Draws the noise levels at which clean samples are trained on.
 
-    Those of a sample are T different steps of the schedule, in a random order; all of them for
-    None. Returns their indices, int64, [B, T].
+    Those of a sample are different steps of the schedule, in a random order.
+
+    Args:
+      seeds: one for each sample, [B].
+      num_steps: denoising steps of the schedule, S.
+      count: T, how many for each sample, at most S; None for all.
+
+    Returns:
+      Indices of the steps, int64, [B, T].
     """
     # A permutation, then a cut: T levels are a prefix of all, whatever T is.
     orders = [torch.randperm(num_steps, generator=generator(seed, "times")) for seed in seeds]

@@ -12,12 +12,19 @@ _FIXED_POINT = 2.0**52  # what stands for probability 1; a vocabulary of them fi
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """Computes the log-probs of given tokens, int64 [B, T] (or [B]), in nats, fp32.
+    """Computes the log-probability of given tokens.
 
         log p(id) = z_id - logsumexp(z),   z = logits / temperature
 
-    This form never holds the log-probabilities of the whole vocabulary. The logits are [B, T, V]
-    (or [B, V]) in any precision, the temperature is above 0. Differentiable in the logits.
+    This form never holds the log-probabilities of the whole vocabulary.
+
+    Args:
+      logits: [B, T, V] (or [B, V]) in any precision.
+      ids: int64, [B, T] (or [B]).
+      temperature: of the sampling, above 0.
+
+    Returns:
+      Log-probabilities in nats, fp32, of the shape of `ids`; differentiable in the logits.
     """
     # Gathered before logsumexp is subtracted: [B, T] numbers in place of [B, T, V].
     scaled = _scaled(logits, temperature)
@@ -26,12 +33,17 @@ def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """Samples one token, int64 [B], for each row by inverting the cumulative distribution.
+    """Samples one token for each row by inverting the cumulative distribution.
 
         id = the first token with p_1 + ... + p_id > u,   p = softmax(logits / temperature)
 
-    The logits are [B, V] in any precision, the random number u of each row lies in [0, 1), [B], and
-    the temperature is above 0.
+    Args:
+      logits: [B, V] in any precision.
+      uniforms: the random number u of each row, [B], in [0, 1).
+      temperature: of the sampling, above 0.
+
+    Returns:
+      Token ids, int64, [B].
     """
     probs = _scaled(logits, temperature).softmax(-1).double()
     # Sums of integers do not depend on their order, so every device finds the same token.
@@ -45,7 +57,11 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> Tenso
 def positions(mask: Tensor) -> Tensor:
     """Counts the tokens before each one, as position embeddings need it.
 
-    The mask is bool, [B, L], and False at padding. Returns int64, [B, L]; 0 in padding on the left.
+    Args:
+      mask: bool, [B, L]; True at tokens, False at padding.
+
+    Returns:
+      int64, [B, L]; 0 in the padding on the left.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
@@ -53,7 +69,12 @@ def positions(mask: Tensor) -> Tensor:
 def until_end(ids: Tensor, end_ids: Tensor) -> Tensor:
     """Returns the mask of each response: True up to and including its first end token.
 
-    The ids of tokens are int64, [B, T], those that end a response [E]. Returns bool, [B, T].
+    Args:
+      ids: token ids, int64, [B, T].
+      end_ids: the tokens that end a response, int64, [E].
+
+    Returns:
+      bool, [B, T]; all True in a row without an end token.
     """
     ends = torch.isin(ids, end_ids).long()
     # The number of end tokens before a place, which is 0 at the first one.

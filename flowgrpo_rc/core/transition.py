@@ -131,16 +131,22 @@ def transition(
 
 
 def sample(step: Transition, noise: Tensor) -> Tensor:
-    """Computes the next state, [B, ...], from standard normal noise of its shape.
+    """Computes the next state from given noise.
 
-    x_next = mean + std noise
+        x_next = mean + std noise
+
+    Args:
+      step: the Gaussian of the next state.
+      noise: standard normal, [B, ...].
+
+    Returns:
+      The next state, [B, ...].
     """
     return step.mean + step.std * noise
 
 
 def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") -> Tensor:
-    """Computes the log-prob of the next state, [B], in nats per element: a mean over its D
-    elements.
+    """Computes the log-probability of the next state, as a mean over its D elements.
 
         gaussian  mean_D[-(x_next - mean)^2 / (2 std^2) - log(std) - log(2 pi) / 2]
         peers     mean_D[-(x_next - mean)^2]
@@ -151,6 +157,14 @@ def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") 
 
     A step with std = 0 has no density and must not be trained; `schedule.window_bounds` keeps it
     out. Here `gaussian` gives inf or nan, while `peers` stays finite and hides the mistake.
+
+    Args:
+      step: the Gaussian of the next state.
+      x_next: the next state, [B, ...].
+      convention: `gaussian` or `peers`.
+
+    Returns:
+      The mean over D of the log-density, [B], in nats per element.
 
     See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.
     """
@@ -165,7 +179,7 @@ def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") 
 def centered_log_ratio(
     step: Transition, rollout_mean: Tensor, x_next: Tensor, *, convention: str = "gaussian"
 ) -> Tensor:
-    """Computes the log-ratio to the rollout, [B], that credits the noise which the rollout drew.
+    """Computes the log-ratio to the rollout that credits the noise which the rollout drew.
 
     With the rollout's step x_next = rollout_mean + std e and d = mean - rollout_mean:
 
@@ -182,8 +196,16 @@ def centered_log_ratio(
     log-probs has e - d / std in place of e: the noise that would have led to x_next from our mean.
 
     It is computed as an inner product, and so has the relative precision of d. A difference of
-    log-probs has the absolute precision of the log-probs. It is 0 where the means agree, and
-    differentiable in step.mean; means and states are [B, ...].
+    log-probs has the absolute precision of the log-probs.
+
+    Args:
+      step: the Gaussian of the current policy.
+      rollout_mean: mean of the same step under the policy that drew x_next, [B, ...].
+      x_next: the next state, as the rollout drew it, [B, ...].
+      convention: of the log-probs, `gaussian` or `peers`.
+
+    Returns:
+      The centered log-ratio per element, [B]; differentiable in step.mean. 0 where the means agree.
     """
     # One inner product in place of a difference of two log-probs, which would cancel.
     product = (x_next - rollout_mean) * (step.mean - rollout_mean)
@@ -195,14 +217,23 @@ def centered_log_ratio(
 def reference_kl(
     step: Transition, reference_mean: Tensor, sigma: Tensor, sigma_next: Tensor, *, kind: str
 ) -> Tensor:
-    """Computes the KL penalty of a step, [B] in nats per element, as FlowGRPO scales it.
+    """Computes the KL penalty of a step against a reference policy, as FlowGRPO scales it.
 
         KL = mean_D[(mean - reference_mean)^2] / (2 s^2)
 
     s is the diffusion coefficient. For `sde` and `dance_sde` it is the standard deviation of the
     step without its factor sqrt(-dt), since the papers leave dt out. For `cps` it is the standard
-    deviation itself. `kl.gaussian_kl` is the exact divergence, with dt. The noise levels before and
-    after the step are [B]. Differentiable in step.mean.
+    deviation itself. `kl.gaussian_kl` is the exact divergence, with dt.
+
+    Args:
+      step: the Gaussian of the current policy.
+      reference_mean: mean of the same step under the reference policy, [B, ...].
+      sigma: the noise level before the step, [B].
+      sigma_next: the noise level after the step, [B].
+      kind: `sde`, `dance_sde` or `cps`.
+
+    Returns:
+      The penalty per element, [B], in nats; differentiable in step.mean.
 
     See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2.
     """

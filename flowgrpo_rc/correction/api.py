@@ -201,7 +201,14 @@ def compute_offpolicy_metrics(
 def apply_bypass_mode(batch: B) -> B:
     """Takes the rollout's log-probs for the old policy's: old := rollout.
 
-    ValueError if the rollout recorded no log-probs, or in another shape than [B, T].
+    Args:
+      batch: samples with rollout log-probs.
+
+    Returns:
+      The batch with `old_log_probs`.
+
+    Raises:
+      ValueError: if the rollout recorded no log-probs, or in another shape than [B, T].
     """
     rollout_log_probs = require_rollout_log_probs(batch)
     _check_tensors(rollout_log_probs=rollout_log_probs, step_mask=batch.step_mask)

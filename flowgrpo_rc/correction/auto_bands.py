@@ -75,8 +75,11 @@ class AutoBands:
     ) -> None:
         """Starts with no observation, so that nothing is rejected.
 
-        The bounds of the criteria are in units of the spread. The schedule has `num_steps`, S, an
-        iteration `num_mini_batches`, each with an update.
+        Args:
+          bands: the `auto` criteria; their bounds are in units of the spread.
+          num_steps: number of steps of the schedule, S.
+          device: where the observations are kept.
+          num_mini_batches: of an iteration, each with an update.
         """
         self._bands = bands
         self._num_steps = num_steps
@@ -151,8 +154,11 @@ class AutoBands:
     def reasons(self, seed: int) -> list[Reason]:
         """Returns which bands rejected a sample of this iteration, or of the one just finished.
 
-        For each such band it is the value that lies farthest outside, with the bounds that it had
-        there.
+        Args:
+          seed: the sample.
+
+        Returns:
+          For each such band the value that lies farthest outside, and the bounds that it had there.
         """
         worst: dict[str, tuple[float, Reason]] = {}
         for band, seeds, value, scale in self._judged:
@@ -169,7 +175,11 @@ class AutoBands:
         return [reason for _, reason in worst.values()]
 
     def finish(self, gather: Gather) -> None:
-        """Ends an iteration: the bands take in what all processes have seen."""
+        """Ends an iteration: the bands take in what all processes have seen.
+
+        Args:
+          gather: joins the rows of all processes.
+        """
         for band in self._bands:
             self._histories[band.name].finish(gather)
             self._scales[band.name] = self._scale(band)
@@ -205,8 +215,13 @@ def stage_of(updates: int) -> int:
 def observed(ratios: LogRatios, band: Band) -> Tensor:
     """Computes the statistic of a criterion with the size of a log-ratio.
 
-    It is k1 as it is, or sqrt(2 x) of a statistic x that is a square: of steps, [b, T], or of
-    sequences, [b, 1].
+    Args:
+      ratios: log-ratios of a block of rows.
+      band: the criterion.
+
+    Returns:
+      k1 as it is, or sqrt(2 x) of a statistic x that is a square: of steps, [b, T], or of
+      sequences, [b, 1].
     """
     value = statistic(ratios, band)
     return value if band.estimator == "k1" else torch.sqrt(2 * value)
@@ -222,11 +237,14 @@ def _reason(band: Band, value: float, centre: float, spread: float) -> Reason:
 
 
 def robust(values: Tensor, band: Band) -> Scale:
-    """Computes the median and the robust standard deviation of observations, float64 [N], without
-    nan.
+    """Computes the median and the robust standard deviation of observations.
 
-    `AutoBands` says which deviation a criterion has. Both are scalars; (0, inf) for fewer than
-    `WARM_UP` observations.
+    Args:
+      values: the observations, float64, [N]; nan is left out.
+      band: the criterion. `AutoBands` says which deviation it has.
+
+    Returns:
+      Two scalars; (0, inf) for fewer than `WARM_UP` observations.
     """
     median = torch.nanquantile(values, 0.5)
     if band.estimator == "k1":

@@ -25,7 +25,12 @@ from flowgrpo_rc.correction.weights import Weights
 
 
 def put_gap(metrics: RowMetrics, ratios: LogRatios) -> None:
-    """Puts what `gap_metrics` needs of a block of rows."""
+    """Puts what `gap_metrics` needs of a block of rows.
+
+    Args:
+      metrics: takes in the columns.
+      ratios: log-ratios of the block.
+    """
     absolute = ratios.log_ratio.abs()
     metrics.put(
         "gap",
@@ -55,12 +60,21 @@ def gap_metrics(
 
         log_ppl_diff = log(training perplexity / rollout perplexity) = mean_t(-log r_t)
 
-    of each sequence, with the ratio r_t = training / rollout of step t. `kl` is the mean of -log
-    r_t over all steps, `chi2_token` that of r_t^2 - 1.
+    of each sequence, with the ratio r_t = training / rollout of step t. `kl` is the mean of
+    -log r_t over all steps, `chi2_token` that of r_t^2 - 1.
 
-    The columns, [B], are sums over the finite steps of each row: of log-probs, of log r_t, of r_t -
-    1 - log r_t, of r_t^2 - 1 and of |log r_t|, whose maximum is the last. Names of metrics have no
-    prefix.
+    Args:
+      num_finite_B: number of finite steps of each row, [B].
+      training_sum_B: sum of the training log-probs over these steps, [B].
+      rollout_sum_B: sum of the rollout log-probs, [B].
+      log_ratio_sum_B: sum of log r_t, [B].
+      k3_sum_B: sum of r_t - 1 - log r_t, [B].
+      chi2_sum_B: sum of r_t^2 - 1, [B].
+      absolute_sum_B: sum of |log r_t|, [B].
+      highest_absolute_B: maximum of |log r_t|, [B].
+
+    Returns:
+      The metrics, names without prefix.
     """
     metrics = MetricBag()
     present_B = num_finite_B > 0
@@ -89,7 +103,14 @@ def gap_metrics(
 def put_weights(
     metrics: RowMetrics, ratios: LogRatios, weights: Weights, bounds: WeightBounds
 ) -> None:
-    """Puts what `weight_metrics` needs of a block of rows and their weights."""
+    """Puts what `weight_metrics` needs of a block of rows.
+
+    Args:
+      metrics: takes in the columns.
+      ratios: log-ratios of the block.
+      weights: their weights.
+      bounds: the bounds of the weights.
+    """
     # About 1: the square of 1 + 1e-8 has no digit left for the 1e-8.
     deviation = select_(weights.used - 1, ratios.unit_mask(weights.used))
     # As in verl, the extrema are those after the bounds for steps, and before for sequences.
@@ -131,10 +152,23 @@ def weight_metrics(
     Mean, standard deviation and effective sample size are over finite steps. Standard deviations
     are built from moments about 1, which keep their digits where weights are 1 + 1e-8.
 
-    The columns, [B], are sums over the finite steps of each row: of the weights before their
-    bounds, of w, w^2, w - 1 and (w - 1)^2; the largest and the smallest weight, -inf and inf
-    without any; and how many are above and below the bounds, of steps or of sequences. Names of
-    metrics have no prefix.
+    Args:
+      bounds: the bounds of the weights.
+      per_step: whether steps are weighed, and not sequences. Fractions beyond the bounds count
+        these.
+      num_finite_B: number of finite steps of each row, [B].
+      raw_sum_B: sum over these steps of the weights before their bounds, [B].
+      used_sum_B: sum of w, [B].
+      square_sum_B: sum of w^2, [B].
+      deviation_sum_B: sum of w - 1, [B].
+      deviation_square_sum_B: sum of (w - 1)^2, [B].
+      highest_B: largest weight, -inf without any, [B].
+      lowest_B: smallest weight, inf without any, [B].
+      num_high_B: number of weights above the upper bound, [B].
+      num_low_B: number of weights below the lower bound, [B].
+
+    Returns:
+      The metrics, names without prefix.
     """
     metrics = MetricBag()
     num_finite = num_finite_B.sum()
@@ -178,11 +212,14 @@ def weight_metrics(
 def put_sequences(
     metrics: MetricBag, name: str, mean_B: Tensor, present_B: Tensor, *, centre: float
 ) -> None:
-    """Puts statistics of the mean of each sequence, [B], under the names that start with
-    `name`_seq.
+    """Puts statistics of the mean of each sequence under the names that start with `name`_seq.
 
-    Sequences outside `present_B` have no finite step. Deviations and moments are about `centre`,
-    which is 1 for weights, since these are near 1.
+    Args:
+      metrics: takes in the metrics.
+      name: of the statistic.
+      mean_B: its mean over each sequence, [B].
+      present_B: bool, the sequences that have a finite step, [B].
+      centre: what deviations and moments are about; 1 for weights, which are near 1.
     """
     deviation_B = mean_B - centre
     metrics.mean(f"{name}_seq_mean", mean_B, present_B)

@@ -33,7 +33,11 @@ class History:
     """The observations of one quantity over the newest iterations, the same on all processes."""
 
     def __init__(self, device: torch.device) -> None:
-        """Starts without observations, which are kept on a device."""
+        """Starts without observations.
+
+        Args:
+          device: where the observations are kept.
+        """
         self._none = torch.zeros(0, dtype=torch.float64, device=device)
         self._seen: list[Iteration] = []
         self._past: deque[Iteration] = deque()
@@ -41,14 +45,19 @@ class History:
     def add(self, steps: Tensor, values: Tensor) -> None:
         """Notes observations of this process in this iteration.
 
-        The step of the schedule that each belongs to is int64, [b, t], its value float64, nan for
-        none.
+        Args:
+          steps: the step of the schedule that each belongs to, int64, [b, t].
+          values: the observations, float64, [b, t]; nan where there is none.
         """
         # References: a tensor that is noted is not copied, and must not change any more.
         self._seen.append(Iteration(steps.flatten(), values.flatten()))
 
     def finish(self, gather: Gather) -> None:
-        """Ends an iteration: takes in what all processes have seen, and forgets what is too old."""
+        """Ends an iteration: takes in what all processes have seen, and forgets what is too old.
+
+        Args:
+          gather: joins the rows of all processes.
+        """
         newest, enough = MEMORY
         # Every process holds the rows of all, so their bands agree without a further exchange.
         steps = gather(torch.cat([one.steps for one in self._seen]))

@@ -49,9 +49,13 @@ class LogRatios(NamedTuple):
         return self.log_ratio_sum_B / self.num_finite_B.clamp(min=1)
 
     def unit_mask(self, values: Tensor) -> Tensor:
-        """Returns where `values` stand for something: of steps, [b, T], or of whole rows, [b, 1].
+        """Returns where `values` stand for something.
 
-        These are the finite steps, bool [b, T], or the rows that have a finite step, bool [b, 1].
+        Args:
+          values: values of steps, [b, T], or of whole rows, [b, 1].
+
+        Returns:
+          The finite steps, bool [b, T], or the rows that have a finite step, bool [b, 1].
         """
         if values.shape == self.finite_mask.shape:
             return self.finite_mask
@@ -60,8 +64,9 @@ class LogRatios(NamedTuple):
     def row_sum(self, values: Tensor) -> Tensor:
         """Computes the sum over the finite steps of each row, [b].
 
-        Values of steps, [b, T], are 0 where not finite; those of whole rows, [b, 1], count once for
-        each finite step.
+        Args:
+          values: values of steps, [b, T], 0 where not finite; or of whole rows, [b, 1], which count
+            once for each finite step.
         """
         if values.shape[1] == 1:
             return values.squeeze(1) * self.num_finite_B
@@ -91,10 +96,17 @@ def compute_log_ratios(
     step_mask: Tensor,
     step_kl: Tensor | None = None,
 ) -> LogRatios:
-    """Computes the log-ratios of a block of rows, without gradient, in float64.
+    """Computes the log-ratios of a block of rows, without gradient.
 
-    Log-probs of training graph and rollout are of any floating dtype, [b, T], like the exact KL of
-    the steps, None without Gaussians; the mask is bool, [b, T].
+    Args:
+      training_log_probs: log-probs of the training graph, of any floating dtype, [b, T].
+      rollout_log_probs: log-probs of the policy that sampled, [b, T].
+      step_mask: bool, the steps that exist, [b, T].
+      step_kl: exact KL between rollout's and training graph's steps, [b, T]; None without
+        Gaussians.
+
+    Returns:
+      The log-ratios and what follows from them, float64.
     """
     training_log_probs = training_log_probs.detach().double()
     rollout_log_probs = rollout_log_probs.detach().double()
@@ -127,9 +139,13 @@ def compute_log_ratios(
 
 
 def safe_expm1(log_ratio: Tensor) -> Tensor:
-    """Computes exp(log_ratio) - 1 in float64, exact for ratios near 1; a new tensor.
+    """Computes exp(log_ratio) - 1, exact for ratios near 1.
 
-    Exponents above 600 count as 600, which keeps it finite.
+    Args:
+      log_ratio: log-ratios, float64. Exponents above 600 count as 600, which keeps it finite.
+
+    Returns:
+      A new tensor of the same shape.
     """
     # A copy by clamp, then in place: new memory costs more than the arithmetic.
     return log_ratio.clamp(max=_LARGEST_EXPONENT).expm1_()

@@ -10,6 +10,7 @@ without a PPO clip.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
 Threshold = float | str
@@ -92,6 +93,7 @@ def _both(
     def settings(is_threshold: Threshold = 2.0, *of_rejection: Any, **named: Any) -> Settings:
         return weights(is_threshold) | rejection(*of_rejection, **named)
 
+    settings.__doc__ = f"{weights.__doc__} {rejection.__doc__}"
     return settings
 
 
@@ -101,7 +103,11 @@ def _preset(settings: Callable[..., Settings], mode: Settings | None = None) -> 
     def make(cls: type, *given: Any, **named: Any) -> Any:
         return cls(centered=False, **(mode or {}), **settings(*given, **named))
 
-    return classmethod(make)
+    shown: Any = make  # what help() shows of it
+    shown.__doc__ = settings.__doc__
+    own = [Parameter("cls", Parameter.POSITIONAL_ONLY), *signature(settings).parameters.values()]
+    shown.__signature__ = Signature(own)
+    return classmethod(shown)
 
 
 class Presets:

@@ -10,8 +10,14 @@ def why_recompute(correction: RolloutCorrectionConfig, *, sees_rows: bool) -> st
     """Says why decoupled mode cannot take the first mini-batch's own forwards for its old policy.
 
     Those forwards come one after the other and after the advantages, so the correction of each
-    piece has to follow from that piece alone. `sees_rows`: one forward evaluates all steps of a
-    sample. None if nothing stands in the way.
+    piece has to follow from that piece alone.
+
+    Args:
+      correction: settings of the correction.
+      sees_rows: whether one forward evaluates all steps of a sample.
+
+    Returns:
+      The reason, or None if nothing stands in the way.
     """
     rules = correction.rules()
     criteria = (*rules.bands, *rules.auto)

@@ -24,7 +24,13 @@ def statistic(ratios: LogRatios, band: Band) -> Tensor:
         k1 = -log r,   k2 = (log r)^2 / 2,   k3 = r - 1 - log r,   kl: the exact KL of a step
 
     with the ratio r = training / rollout of a step, and over a sequence their sum, mean or maximum.
-    It is that of each step, [b, T], 0 where not finite; or of each sequence, [b, 1].
+
+    Args:
+      ratios: log-ratios of a block of rows; with `step_kl` where the criterion is that.
+      band: the criterion.
+
+    Returns:
+      The statistic of each step, [b, T], 0 where not finite; or of each sequence, [b, 1].
 
     See "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, for k1 to k3.
     """
@@ -49,11 +55,20 @@ def statistic(ratios: LogRatios, band: Band) -> Tensor:
 def judge(
     metrics: RowMetrics, ratios: LogRatios, weights: Weights, rules: Rules, allowed: Tensor | None
 ) -> Tensor:
-    """Decides which steps of a block of rows stay in the loss, bool [b, T], and takes in the
-    metrics.
+    """Decides which steps of a block of rows stay in the loss.
 
-    A step stays if it is finite, if an earlier decision, bool [b, T], allows it, and if every
-    criterion, the weight under `mask`, and the veto let it pass.
+    A step stays if it is finite, if an earlier decision allows it, and if every criterion, the
+    weight under `mask`, and the veto let it pass.
+
+    Args:
+      metrics: takes in the metrics of the decisions.
+      ratios: log-ratios of the block.
+      weights: their importance weights.
+      rules: what to apply.
+      allowed: bool, the steps that an earlier decision keeps, [b, T]; None for everything.
+
+    Returns:
+      The steps that stay, bool, [b, T].
     """
     keep_mask = ratios.finite_mask if allowed is None else ratios.finite_mask & allowed
     for band in rules.bands:
@@ -71,11 +86,18 @@ def judge(
 
 
 def inside(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> Tensor:
-    """Decides which statistics, of steps [b, T] or sequences [b, 1], lie inside a band, bounds
-    included.
+    """Decides which statistics lie inside a band: lower <= value <= upper.
 
-    A sequence with a step that is not finite fails every band of sequences. The metrics of the
-    criterion are taken in.
+    A sequence with a step that is not finite fails every band of sequences.
+
+    Args:
+      metrics: takes in the metrics of the criterion.
+      ratios: log-ratios of a block of rows.
+      band: the criterion.
+      value: its statistic, of steps, [b, T], or of sequences, [b, 1]; 0 where there is none.
+
+    Returns:
+      Where the statistic is inside, bool of its shape.
     """
     units = ratios.unit_mask(value)
     high = value > band.upper
@@ -120,8 +142,13 @@ def inside(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) ->
 def put_decisions(
     metrics: RowMetrics, ratios: LogRatios, keep_mask: Tensor, num_catastrophic_B: Tensor
 ) -> None:
-    """Puts what `decision_metrics` needs of a block of rows: the steps that stay, bool [b, T], and
-    the number of steps below the veto of each row, [b], zeros without a veto.
+    """Puts what `decision_metrics` needs of a block of rows.
+
+    Args:
+      metrics: takes in the columns.
+      ratios: log-ratios of the block.
+      keep_mask: bool, the steps that stay, [b, T].
+      num_catastrophic_B: number of steps below the veto of each row, [b]; zeros without a veto.
     """
     metrics.put(
         "decisions",
@@ -138,8 +165,14 @@ def decision_metrics(
 ) -> MetricBag:
     """Computes the fractions of steps, and of sequences with any step, that are rejected.
 
-    The columns, [B], are numbers of steps: that exist, are finite, stay, and are below the veto.
-    The fractions have the names of all documents, without prefix.
+    Args:
+      num_steps_B: number of steps of each row that exist, [B].
+      num_finite_B: number of these that are finite, [B].
+      num_kept_B: number of steps that stay, [B].
+      num_catastrophic_B: number of steps below the veto, [B].
+
+    Returns:
+      The fractions under the names of all documents, without prefix.
     """
     metrics = MetricBag()
     num_steps = num_steps_B.sum()
@@ -178,9 +211,21 @@ def band_metrics(
     mean and std weigh a sequence by its steps; extrema and fractions count steps or sequences,
     whichever the criterion judges; seq_* are about each sequence's mean.
 
-    The columns, [B], are over the finite steps of each row: sum and mean of the statistic, sums of
-    it and of its square clamped to the band, its extrema (infinite without any), and how many are
-    above, below, and rejected. Names of metrics have no prefix.
+    Args:
+      band: the criterion.
+      num_finite_B: number of finite steps of each row, [B].
+      sum_B: sum of the statistic over these steps, [B].
+      mean_B: mean of the statistic over these steps, [B].
+      clamped_sum_B: sum of the statistic clamped to the band, [B].
+      clamped_square_sum_B: sum of the square of that, [B].
+      highest_B: largest statistic, -inf without any, [B].
+      lowest_B: smallest statistic, inf without any, [B].
+      num_high_B: number of statistics above the band, [B].
+      num_low_B: number of statistics below the band, [B].
+      num_rejected_B: number of steps outside the band, [B].
+
+    Returns:
+      The metrics, names without prefix.
     """
     metrics = MetricBag()
     name = f"rollout_rs_{band.name}"

@@ -106,10 +106,17 @@ def parse_bands(
 def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
     """Parses the bounds of the importance weights as a user writes them.
 
-    The threshold is the upper bound, whose reciprocal is the lower one if the mode has one, or
-    "lower_upper". The mode is one of `IS_MODES`; None means truncate for one number and icepop for
-    two, as in verl. ValueError for an unknown mode, a malformed threshold, and a lower bound that
-    the mode does not use.
+    Args:
+      threshold: the upper bound, whose reciprocal is the lower one if the mode has one, or
+        "lower_upper".
+      mode: one of `IS_MODES`; None means truncate for one number and icepop for two, as in verl.
+
+    Returns:
+      The bounds.
+
+    Raises:
+      ValueError: for an unknown mode, a malformed threshold, and a lower bound that the mode does
+        not use.
     """
     if mode is not None and mode not in IS_MODES:
         raise ValueError(f"{MODE_KEY}={mode!r}: allowed are null, {', '.join(IS_MODES)}")

@@ -30,12 +30,20 @@ class Weights(NamedTuple):
 
 
 def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
-    """Computes the importance weights of steps (token) or of sequences, without gradient.
+    """Computes the importance weights at a level.
 
         token: w_t = r_t,   sequence: w = prod_t r_t,   geometric: w = (prod_t r_t)^(1 / n)
 
     with the ratio r_t = training / rollout of step t and n finite steps. Weights are bounded to
     exp(+-20), then by the mode.
+
+    Args:
+      ratios: log-ratios of a block of rows.
+      level: one of `IS_LEVELS`.
+      bounds: what happens to a weight that leaves its bounds.
+
+    Returns:
+      Weights of steps (token) or of sequences, without gradient.
 
     See "Decoupled PPO", https://arxiv.org/abs/2110.00641, for the weight of the old policy against
     the one that sampled.
@@ -58,10 +66,16 @@ def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
 
 
 def bound(weights: Tensor, bounds: WeightBounds) -> Tensor:
-    """Applies a mode to weights of any shape outside [lower, upper].
+    """Applies a mode to the weights outside [lower, upper].
 
-    `truncate` lowers larger weights to `upper`; `clip` moves weights to the nearer bound; `icepop`
-    sets them to 0; `mask` leaves them as they are, and `outside` takes their steps out of the mask.
+    Args:
+      weights: weights of any shape.
+      bounds: the mode, lower and upper bound. `truncate` lowers larger weights to `upper`; `clip`
+        moves weights to the nearer bound; `icepop` sets them to 0; `mask` leaves them as they are,
+        and `outside` takes their steps out of the mask.
+
+    Returns:
+      The weights after the bounds, of the same shape.
     """
     if bounds.mode == "truncate":
         return weights.clamp(max=bounds.upper)
@@ -83,9 +97,14 @@ def mean_weight_terms(ratios: LogRatios, weights: Weights, keep_mask: Tensor | N
 
         mean weight = sum of the totals / sum of the numbers, over all rows
 
-    Steps outside `keep_mask`, bool [b, T], do not count; None for all finite ones. Returns total
-    and number of the weights of each row, float64 [2, b]: of its steps, or of the sequence if it
-    has a step that counts.
+    Args:
+      ratios: log-ratios of a block of rows.
+      weights: their weights.
+      keep_mask: bool, [b, T]: the steps that count; None for all finite ones.
+
+    Returns:
+      Total and number of the weights of each row, float64 [2, b]: of its steps, or of the sequence
+      if it has a step that counts.
     """
     if keep_mask is None:
         total_B = ratios.row_sum(weights.used)

@@ -154,10 +154,18 @@ class DiffusionLoss(ImageLoss):
 def steps_of(
     loss: DiffusionLoss, gaussian: GaussianSteps | None, *, centered: bool
 ) -> GaussianSteps | None:
-    """Returns the steps, [B, T], as a loss takes them, or None if nobody knows them.
+    """Returns the steps as a loss takes them.
 
     A loss that compares means gets the KL from the old policy. It is 0 for a loss that adds it to
-    log-probs (`needs_density`) in order to center them, if they are `centered` already.
+    log-probs (`needs_density`) in order to center them, if they are centered already.
+
+    Args:
+      loss: the loss.
+      gaussian: the policy's steps, [B, T]; None if nobody knows them.
+      centered: whether the loss takes centered log-ratios.
+
+    Returns:
+      The steps, [B, T], with a KL only if the loss compares means.
     """
     if gaussian is None:
         return None
@@ -212,10 +220,12 @@ class ForwardLoss(ImageLoss):
 
     @abstractmethod
     def old_decay(self, updates: int) -> float:
-        """Returns how much of itself the old policy keeps at the end of an iteration, after some
-        updates.
+        """Returns how much of itself the old policy keeps at the end of an iteration.
 
             old := decay old + (1 - decay) current
+
+        Args:
+          updates: optimizer updates of the run so far.
         """
 
 
@@ -267,22 +277,31 @@ class LossTerms(NamedTuple):
 
 
 def counts(number: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Computes what `denominator` needs, [3] float64; it adds up over micro-batches and processes.
+    """Computes what `denominator` needs; it adds up over micro-batches and processes.
 
-    These are the number of steps or sequences that the loss is the sum of, a float64 scalar, and
-    the sum and number of weights that are still to be divided by their mean, [2], if there are any.
+    Args:
+      number: number of steps or sequences that the loss is the sum of, float64 scalar.
+      weights: sum and number of weights that are still to be divided by their mean, [2] float64;
+        None if there are none.
+
+    Returns:
+      The three, [3] float64.
     """
     return torch.cat([number.unsqueeze(0), number.new_zeros(2) if weights is None else weights])
 
 
 def denominator(parts: Tensor, all_reduce: AllReduce = identity) -> Tensor:
-    """Computes what the sum of the losses is divided by, float64 scalar.
+    """Computes what the sum of the losses is divided by.
 
         number * mean weight
 
-    `parts` is the sum of `LossTerms.parts` over the micro-batches, [3] float64. The number is that
-    of the steps or sequences of all processes; the mean weight is 1 where none is to be divided by.
-    It is 1 where nothing counts, so that the loss is 0.
+    Args:
+      parts: sum of `LossTerms.parts` over the micro-batches, [3] float64.
+      all_reduce: adds up a tensor over processes.
+
+    Returns:
+      The number of steps or sequences of all processes, times the mean weight where weights are
+      still to be divided by it; float64 scalar. 1 where nothing counts, so that the loss is 0.
     """
     # The one division of a mini-batch comes at its end: means of micro-batches or processes would
     # count steps differently, depending on how the batch is cut.

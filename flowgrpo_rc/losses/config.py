@@ -81,7 +81,8 @@ class DiffusionLossConfig:
     def bounded_option(self, convention: str) -> str | None:
         """Returns the option that "auto:k" can follow: the loss says what it bounds by it.
 
-        The convention is that of the log-probs, `gaussian` or `peers`.
+        Args:
+          convention: of the log-probs, `gaussian` or `peers`.
         """
         loss = self.step_loss()
         # Any numbers do: only the name of the option is read.
@@ -107,9 +108,13 @@ class DiffusionLossConfig:
         return loss
 
     def loss(self, bound: Tensor | None = None) -> ImageLoss:
-        """Returns the loss that `loss_mode` names, with its options; ValueError for an unknown one.
+        """Returns the loss that `loss_mode` names, with its options.
 
-        `bound` takes the place of "auto:k", [B, T]; None for the option's default.
+        Args:
+          bound: takes the place of "auto:k", [B, T]; None for the option's default.
+
+        Raises:
+          ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
         """
         section = self
         # A loss takes numbers: the default stands for a bound that no forward has told yet.
@@ -202,8 +207,12 @@ class LossConfig:
 def with_options(section: Mapping[str, Any], config: type) -> dict[str, Any]:
     """Moves the keys of a section that are no fields of `config` into its `options`.
 
-    {"loss_mode": "my.Loss", "width": 0.1} becomes {"loss_mode": "my.Loss", "options": {"width":
-    0.1}}.
+    Args:
+      section: the section as a user writes it, such as {"loss_mode": "my.Loss", "width": 0.1}.
+      config: DiffusionLossConfig or TokenLossConfig.
+
+    Returns:
+      The section in the form of `config`, {"loss_mode": "my.Loss", "options": {"width": 0.1}}.
     """
     known = {item.name for item in fields(config)}
     found = {name: value for name, value in section.items() if name in known}

@@ -21,11 +21,18 @@ class LossSection(Protocol):
 
 
 def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str]) -> Any:
-    """Builds the loss class that a section, whose key is for messages, names.
+    """Builds the loss class that a section names.
 
-    Of the fields that are options of some losses, `shared`, a loss gets those that its constructor
-    has. ValueError for an unknown loss, and for an option that the loss does not have, misses or
-    refuses.
+    Args:
+      key: the section's key, for messages.
+      section: the settings.
+      base: ImageLoss or TokenLoss.
+      shared: fields of the section that are options of some losses. A loss gets those that its
+        constructor has.
+
+    Raises:
+      ValueError: for an unknown loss, and for an option that the loss does not have, misses or
+        refuses.
     """
     cls = find_class(key, section.loss_mode, base)
     names = option_names(cls)
@@ -62,7 +69,15 @@ def option_names(cls: type) -> list[str]:
 def check_effects(
     key: str, section: LossSection, base: type, shared: Sequence[str], read: Sequence[str]
 ) -> None:
-    """Raises ValueError for one of the `shared` settings that the loss does not read."""
+    """Raises ValueError for a setting without effect.
+
+    Args:
+      key: the section's key, for messages.
+      section: the settings.
+      base: ImageLoss or TokenLoss.
+      shared: fields of the section that are options of some losses.
+      read: those of them that the section's loss has.
+    """
     for name in shared:
         value = vars(section)[name]
         default = vars(type(section))[name]

@@ -76,11 +76,17 @@ def ppo_clip(
 
 
 def ratio_metrics(log_ratio: Tensor, keep_mask: Tensor) -> MetricBag:
-    """Computes ratio_mean and ratio_std of the ratio over the kept steps, from its logarithm, [B,
-    T].
+    """Computes mean and standard deviation of the ratio over the kept steps.
 
     The moments are those of exp(log_ratio) - 1 in float64: a ratio that differs from 1 by 1e-7
     keeps its digits.
+
+    Args:
+      log_ratio: log-ratio of the current to the old policy, [B, T]; finite.
+      keep_mask: bool, the steps to take in, [B, T].
+
+    Returns:
+      The metrics ratio_mean and ratio_std.
     """
     metrics = MetricBag()
     deviation = torch.expm1(log_ratio.detach().double())
@@ -92,12 +98,19 @@ def ratio_metrics(log_ratio: Tensor, keep_mask: Tensor) -> MetricBag:
 
 
 def dual_bound(clip_ratio: float | Tensor, dual_clip: float | None) -> float | Tensor | None:
-    """Computes the dual clip of a ratio whose scale is that of its band, as `ppo_clip` takes it.
+    """Computes the dual clip of a ratio whose scale is that of its band.
 
         1 + dual_clip * clip_ratio
 
-    `dual_clip` is in units of clip_ratio; None for none. ValueError if the bound would lie inside
-    of the band.
+    Args:
+      clip_ratio: half-width of the band; a number, or one for each step, [B, T].
+      dual_clip: in units of clip_ratio, above 1; None for none.
+
+    Returns:
+      The upper bound on the ratio that `ppo_clip` takes.
+
+    Raises:
+      ValueError: the bound would lie inside of the band.
     """
     if dual_clip is None:
         return None

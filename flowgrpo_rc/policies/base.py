@@ -36,7 +36,11 @@ class Evaluation(NamedTuple):
     means: Tensor | None = None  # their means, [b, t, ...]; None if they were not kept
 
     def detached(self, *, keep_means: bool = False) -> Evaluation:
-        """Returns the same numbers without gradient; means are as large as the latents."""
+        """Returns the same numbers without gradient.
+
+        Args:
+          keep_means: keep the means too. They are as large as the latents.
+        """
         gaussian = None if self.gaussian is None else self.gaussian.detached()
         means = self.means.detach() if keep_means and self.means is not None else None
         return Evaluation(self.log_probs.detach(), gaussian, means)
@@ -69,46 +73,77 @@ class Policy(ABC, Generic[B]):
 
     @abstractmethod
     def pieces(self, micro: B) -> Iterator[B]:
-        """Cuts a micro-batch, [b, T], into the parts that one forward evaluates.
+        """Cuts a micro-batch into the parts that one forward evaluates.
 
-        They are parts of all rows, [b, t], in the order of their steps, and hold every step once.
+        Args:
+          micro: the micro-batch, [b, T].
+
+        Returns:
+          Parts of all rows, [b, t], in the order of their steps. Together they hold every step
+          once.
         """
 
     @abstractmethod
     def evaluate(self, piece: B) -> Evaluation:
-        """Evaluates this policy on the recorded steps of one piece, [b, t]; differentiable in the
-        weights.
+        """Evaluates this policy on the recorded steps of one piece.
+
+        Args:
+          piece: a part of a micro-batch, [b, t], as `pieces` gives it.
+
+        Returns:
+          The evaluation, differentiable in the weights.
         """
 
     @abstractmethod
     def steps(self, piece: B, now: Evaluation) -> Iterator[tuple[B, Evaluation]]:
-        """Cuts an evaluated piece, [b, t], into what a loss sees at once, in the order of the
-        steps.
+        """Cuts an evaluated piece into what a loss sees at once.
 
-        So a loss of single steps gives the same however many of them one forward evaluates. A flow
-        policy cuts it into one step each, [b, 1]; a token policy leaves all tokens together.
+        So a loss of single steps gives the same however many of them one forward evaluates.
+
+        Args:
+          piece: the recorded steps, [b, t].
+          now: what was found on them, [b, t].
+
+        Returns:
+          Pairs of both, in the order of the steps: a flow policy's of one step each, [b, 1], a
+          token policy's of all tokens.
         """
 
     @abstractmethod
     def divergence(self, now: Evaluation, reference: Evaluation, piece: B) -> Tensor:
-        """Estimates KL(now | reference) at each recorded step of a piece, [b, t], in nats.
+        """Estimates KL(now | reference) at each step.
 
-        It is differentiable in `now`, the current policy on the piece.
+        Args:
+          now: the current policy on the piece.
+          reference: the reference policy on the piece.
+          piece: the recorded steps, [b, t].
+
+        Returns:
+          The estimate, [b, t], in nats; differentiable in `now`.
         """
 
     @abstractmethod
     def cells(self, batch: B) -> Tensor:
-        """Returns the cell of each recorded step, int64, [B, T]: its index into `cell_names`.
+        """Returns the cell of each step. The steps of one cell share the scale of their mismatch.
 
-        The steps of one cell share the scale of their mismatch, whose statistics are taken cell by
-        cell.
+        Statistics of the mismatch are taken cell by cell.
+
+        Args:
+          batch: the recorded steps, [B, T].
+
+        Returns:
+          int64, [B, T]; indices into `cell_names`.
         """
 
     @abstractmethod
     def cell_names(self, batch: B) -> Sequence[str]:
-        """Returns the name of each cell, as metrics use it, from any batch of the run.
+        """Returns the name of each cell, as metrics use it.
 
-        An empty name: the cell gets no metric of its own.
+        Args:
+          batch: any batch of the run.
+
+        Returns:
+          The names in the order of the cells. An empty name: the cell gets no metric of its own.
         """
 
     @abstractmethod
@@ -117,15 +152,22 @@ class Policy(ABC, Generic[B]):
     ) -> Policy[B]:
         """Returns a policy that shares the network, and differs from this one by rounding alone.
 
-        `autocast` makes another context in which the network runs. None: the embeddings go through
-        `nudge`, for weights in bf16, where another autocast changes nothing.
+        Args:
+          autocast: makes another context in which the network runs. None: the embeddings go
+            through `nudge`, for weights in bf16, where another autocast changes nothing.
         """
 
     @torch.no_grad()
     def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Evaluation:
-        """Evaluates this policy on every step of a whole batch, [B, T], without gradient.
+        """Evaluates this policy on a whole batch, without gradient.
 
-        A forward has `micro_batch_size` rows.
+        Args:
+          batch: the recorded steps, [B, T].
+          micro_batch_size: rows of one forward.
+          keep_means: keep the means of the Gaussians too.
+
+        Returns:
+          The policy on every step, [B, T].
         """
         rows = []
         # In the shapes of the update's forwards: products in another shape round otherwise.
@@ -136,7 +178,15 @@ class Policy(ABC, Generic[B]):
         return join(rows, dim=0)
 
     def log_probs(self, batch: B, micro_batch_size: int) -> Tensor:
-        """Computes the log-probs of a whole batch, [B, T], as `measure` does."""
+        """Computes the log-probabilities of a whole batch, without gradient.
+
+        Args:
+          batch: the recorded steps, [B, T].
+          micro_batch_size: rows of one forward.
+
+        Returns:
+          Log-probabilities, [B, T], in nats; arbitrary at padding.
+        """
         return self.measure(batch, micro_batch_size).log_probs
 
 
@@ -146,8 +196,14 @@ def nudge(values: Tensor, dtype: torch.dtype) -> Tensor:
         moved = values (1 + sign eps / 2),   eps = finfo(dtype).eps
 
     A network that is given moved inputs rounds differently everywhere. How far its outputs move is
-    the size that rounding alone gives to a mismatch. The values, of any shape, are rounded to
-    `dtype` first. Equal shapes get equal signs, so the result repeats.
+    the size that rounding alone gives to a mismatch.
+
+    Args:
+      values: of any shape; rounded to `dtype` first.
+      dtype: the precision whose unit counts.
+
+    Returns:
+      The moved values in `dtype`. Equal shapes get equal signs, so the result repeats.
     """
     # Its own generator: a draw of the global one would depend on what ran before.
     source = torch.Generator().manual_seed(0)
@@ -159,7 +215,12 @@ def nudge(values: Tensor, dtype: torch.dtype) -> Tensor:
 def cut(whole: Any, step: int) -> Any:
     """Returns one step of what was found on several steps, the inverse of `join` along `dim=1`.
 
-    It is a NamedTuple whose fields are [b, t, ...], None, or such tuples again.
+    Args:
+      whole: a NamedTuple whose fields are [b, t, ...], None, or such tuples again.
+      step: which of the steps.
+
+    Returns:
+      The same with fields [b, 1, ...].
     """
     if isinstance(whole, tuple):
         return type(whole)(*(cut(column, step) for column in whole))
@@ -167,10 +228,17 @@ def cut(whole: Any, step: int) -> Any:
 
 
 def join(parts: Sequence[Any], dim: int) -> Any:
-    """Joins what was found on several parts of a batch, such as an `Evaluation` of each, in order.
+    """Joins what was found on several parts of a batch into one.
 
-    Each field is joined with the same field of the other parts: below each other for `dim` 0, steps
-    side by side for 1. A field that is None, which it is in all parts, stays None.
+    Each field is joined with the same field of the other parts. A field that is None, which it is
+    in all parts, stays None.
+
+    Args:
+      parts: one `Evaluation` of each part, in order.
+      dim: 0 to put rows below each other, 1 to put steps side by side.
+
+    Returns:
+      One `Evaluation` of the whole.
     """
     first = parts[0]
     # A NamedTuple, such as `Evaluation` and the `GaussianSteps` in it: join field by field.

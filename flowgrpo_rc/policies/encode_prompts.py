@@ -60,10 +60,17 @@ class KnownPrompts:
 def encode_prompts(
     model: FlowModel, prompts: Sequence[Prompt], spec: SamplerSpec
 ) -> tuple[Conditioning, Conditioning | None]:
-    """Encodes N prompts and, under classifier-free guidance, their negatives: N rows each, or None.
+    """Encodes prompts and, under classifier-free guidance, their negatives.
 
-    `spec` says whether there is guidance, how many text tokens there are at most, and how images
-    are prepared.
+    Args:
+      model: the model whose text encoders are used.
+      prompts: N prompts.
+      spec: says whether there is guidance, how many text tokens there are at most, and how images
+        are prepared.
+
+    Returns:
+      Conditioning of the prompts, N rows, and of their negatives, N rows; None for the latter
+      without guidance.
     """
     with model.encoders_at_work():
         conditioning = encode_unique(model, prompts, spec)
@@ -75,10 +82,16 @@ def encode_prompts(
 def encode_unique(
     model: FlowModel, prompts: Sequence[Prompt], spec: SamplerSpec, *, negative: bool = False
 ) -> Conditioning:
-    """Encodes the texts of N prompts, or their negatives, with their images: each distinct pair
-    once.
+    """Encodes the texts of prompts with their images, each distinct pair once.
 
-    The rows are in the order of the prompts.
+    Args:
+      model: the model whose encoders are used.
+      prompts: N prompts; equal ones are allowed.
+      spec: says how many text tokens there are at most, and how images are prepared.
+      negative: encode their negative texts, with the same images.
+
+    Returns:
+      Conditioning of every text, N rows in the order of `prompts`.
     """
     edits = _edits(prompts, negative=negative)
     unique = list(dict.fromkeys(edits))

@@ -109,10 +109,14 @@ class FlowPolicy(Policy[DiffusionBatch]):
         )
 
     def transition(self, piece: DiffusionBatch) -> Transition:
-        """Computes the Gaussians of recorded steps, [b, t], in one forward; differentiable in the
-        weights.
+        """Computes the Gaussians of recorded steps, all in one forward.
 
-        Each has a row of its own, [b t, ...]: the steps of a sample follow each other.
+        Args:
+          piece: the recorded steps, [b, t].
+
+        Returns:
+          The Gaussian of each step in a row of its own, [b t, ...]: the steps of a sample follow
+          each other. Differentiable in the weights.
         """
         x = piece.all_latents[:, :-1].flatten(0, 1)
         v = self.velocity(piece, x)
@@ -127,9 +131,14 @@ class FlowPolicy(Policy[DiffusionBatch]):
         )
 
     def velocity(self, piece: DiffusionBatch, x: Tensor) -> Tensor:
-        """Predicts velocities, [b t, ...] fp32, at the timesteps of recorded steps, [b, t].
+        """Predicts velocities at the timesteps of recorded steps.
 
-        `x` holds the states, one in a row, [b t, ...]. Differentiable in the weights.
+        Args:
+          piece: the steps, [b, t].
+          x: the states, one in a row, [b t, ...].
+
+        Returns:
+          The velocities, [b t, ...], fp32; differentiable in the weights.
         """
         # As the states are flattened: the steps of a sample follow each other.
         prompts = piece.prompt_index.repeat_interleave(piece.num_steps)
@@ -143,7 +152,14 @@ class FlowPolicy(Policy[DiffusionBatch]):
         return self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
 
     def evaluate(self, piece: DiffusionBatch) -> Evaluation:
-        """Evaluates log-probs and Gaussians of recorded steps, [b, t], in one forward."""
+        """Evaluates this policy on recorded steps, all in one forward.
+
+        Args:
+          piece: the recorded steps, [b, t].
+
+        Returns:
+          Log-probabilities and Gaussians of the steps, differentiable in the weights.
+        """
 
         def unfolded(rows: Tensor) -> Tensor:
             return rows.unflatten(0, (len(piece), piece.num_steps))
@@ -265,10 +281,15 @@ class FlowPolicy(Policy[DiffusionBatch]):
 
 
 def distinct_rows(states: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds rows that have the state, [B, ...], of the first row of their group, int64 [B].
+    """Finds rows that have the state of the first row of their group.
 
-    Returns the rows that are left when those are dropped, [R], and for each row the position of its
-    state among them, [B].
+    Args:
+      states: [B, ...].
+      group: number of each row's group, int64, [B].
+
+    Returns:
+      The rows that are left when those are dropped, [R], and for each row the position of its
+      state among them, [B].
     """
     # argmax of a bool row is its first True: the first row of the group.
     first = (group.unsqueeze(1) == group).int().argmax(1)
@@ -385,12 +406,18 @@ def _like(values_B: Tensor, x: Tensor) -> Tensor:
 
 
 def second_order(v: Tensor, v_before: Tensor, sigmas: Tensor, index: int) -> Tensor:
-    """Computes what a step of the Adams-Bashforth method of order 2 adds to an Euler step, [B,
-    ...].
+    """Computes what a step of the Adams-Bashforth method of order 2 adds to an Euler step.
 
         dt^2 / (2 dt_before) (v - v_before)
 
-    The step's index in the schedule, [S+1], is at least 1.
+    Args:
+      v: the velocity at the step, [B, ...].
+      v_before: the velocity at the step before, [B, ...].
+      sigmas: the schedule, [S+1].
+      index: index of the step, at least 1.
+
+    Returns:
+      The term to add to the next state, [B, ...].
 
     See Hairer, Norsett and Wanner, "Solving Ordinary Differential Equations I", section III.5, for
     steps of different lengths.

@@ -21,10 +21,24 @@ from flowgrpo_rc.core.transition import Transition
 def step_transition(
     x: Tensor, v: Tensor, sigmas: Tensor, steps: Tensor, *, sde_type: str, noise_level: float
 ) -> Transition:
-    """Computes the Gaussian of reverse steps that are given by their index in a schedule.
+    """Computes the Gaussian of reverse steps that are given by their index.
 
-    Sigmas, [S+1], are always taken by index from one schedule, so that sampling and re-evaluation
-    use the same bits. `steps` is int64, [B]. `core.transition.transition` has the formulas.
+    Sigmas are always taken by index from one schedule, so that sampling and re-evaluation use the
+    same bits.
+
+    Args:
+      x: the state, [B, ...].
+      v: the velocity at x, [B, ...].
+      sigmas: the schedule, [S+1], decreasing to 0.
+      steps: index of each sample's step, int64, [B].
+      sde_type: a kind of `core.transition`.
+      noise_level: scale of the noise; 0 for a deterministic step.
+
+    Returns:
+      The Gaussian of the next state; `core.transition.transition` has the formulas.
+
+    Raises:
+      ValueError: the kind is unknown.
     """
     return core.transition(
         x,
@@ -56,7 +70,16 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def replacing(
         cls, scheduler: FlowMatchEulerDiscreteScheduler, *, sde_type: str, noise_level: float
     ) -> FlowMatchSDEScheduler:
-        """Returns a new stochastic scheduler with the settings of another one."""
+        """Returns a stochastic scheduler with the settings of another scheduler.
+
+        Args:
+          scheduler: the scheduler whose schedule is kept.
+          sde_type: a kind of `core.transition`.
+          noise_level: scale of the noise; 0 for deterministic steps.
+
+        Returns:
+          A new scheduler.
+        """
         new = cls.from_config(scheduler.config)
         new.sde_type = sde_type
         new.noise_level = noise_level
@@ -72,9 +95,17 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     ) -> Any:
         """Takes one stochastic step. Pipelines call it as they call the stock method.
 
-        The stock method's options for churn do not exist here. Of the timesteps only the first one
-        of a pipeline call is looked at. Without a generator torch's global state draws the noise,
-        which SD3's pipeline uses. The next state is in the precision of `model_output`.
+        The stock method's options for churn do not exist here.
+
+        Args:
+          model_output: the velocity, [B, ...].
+          timestep: the timestep of the step; only the first one of a pipeline call is looked at.
+          sample: the state, [B, ...].
+          generator: draws the noise; None for torch's global state, which SD3's pipeline uses.
+          return_dict: return an output object in place of a tuple.
+
+        Returns:
+          The next state, in the precision of `model_output`.
         """
         if self.step_index is None:
             self._init_step_index(timestep)

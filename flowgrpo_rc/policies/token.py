@@ -94,7 +94,15 @@ class TokenPolicy(Policy[TokenBatch]):
         return Responses(ids, mask, sampler.log_probs().masked_fill(~mask, 0.0))
 
     def evaluate(self, piece: TokenBatch) -> Evaluation:
-        """Computes the log-prob of each recorded token, [B, T], in one forward; 0 at padding."""
+        """Computes the log-probability of each recorded token in one forward.
+
+        Args:
+          piece: recorded responses, [B, T].
+
+        Returns:
+          The log-probabilities, differentiable in the weights; 0 at padding. A token is not drawn
+          from a Gaussian.
+        """
         ids = torch.cat([piece.prompt_ids, piece.response_ids], 1)
         mask = torch.cat([piece.prompt_mask, piece.response_mask], 1)
         checkpointed = self._checkpoint_gradients and torch.is_grad_enabled()
