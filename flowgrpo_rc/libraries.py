@@ -14,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.reading import blaming, read_mapping
+
 # Names of files of weights, as they are, in parts, or of a variant such as fp16.
 _WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_)?model(?:-\d+-of-\d+)?(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors"
@@ -83,12 +85,21 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
       options: further arguments of `from_pretrained`.
 
     Raises:
-      ValueError: weights are missing, unknown or of another shape, or a file holds none; it names
-        tensor and file. transformers alone would fill the gaps with random numbers.
+      ValueError: weights are missing, unknown, quantized, not finite or of another shape, or a
+        file holds none; it names tensor and file. transformers alone would fill the gaps with
+        random numbers.
     """
+    import torch
+
     folder = Path(place)
     files = sorted(folder.glob("*.safetensors"))
+    settings = folder / "config.json"
     try:
+        if settings.is_file() and read_mapping(settings).get("quantization_config") is not None:
+            raise ValueError(
+                f"{folder.name}/{settings.name} sets quantization_config: give weights that are "
+                "not quantized"
+            )
         with loading(where):
             model, report = cls.from_pretrained(
                 place,
@@ -103,6 +114,8 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
         broken = [file.name for file in files if not _is_whole(file)]
         if broken:
             reason = f"{folder.name}/{broken[0]} is no whole file of weights"
+        elif isinstance(error, KeyError):
+            reason = f"{folder.name} cannot be read: {error} is missing or unknown"
         else:
             reason = " ".join(str(error).split())
         raise ValueError(reason if where in reason else f"{where}: {reason}") from error
@@ -119,7 +132,28 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
         raise ValueError(f"{where}: {name} is {found} in {file}, and has to be {own} in a {kind}")
     if unknown:
         raise ValueError(f"{where}: {file} holds {_first(unknown)}, which no {kind} has")
+    # A sum is finite only if all of its numbers are, and needs no mask of their size.
+    sums = {name: one.sum(dtype=torch.float32) for name, one in model.named_parameters()}
+    odd = [name for name, total in sums.items() if not total.isfinite()]
+    if odd:
+        raise ValueError(f"{where}: {file} holds numbers that are not finite in {_first(odd)}")
     return model
+
+
+def load_tokenizer(cls: Any, place: str, where: str, **options: Any) -> Any:
+    """Loads a tokenizer. ValueError if its vocabulary is lost, without which all text is unknown.
+
+    The arguments are those of `load_weights`.
+    """
+    with blaming(where), loading(where):
+        tokenizer = cls.from_pretrained(place, **options)
+    folder, files = Path(place, options.get("subfolder", "")), dict(tokenizer.vocab_files_names)
+    whole = files.pop("tokenizer_file", None)  # None: tokens are bytes, or it has raised
+    others = files.values() or ["tokenizer.model"]
+    lost = [name for name in others if not (folder / name).is_file()]
+    if whole and lost and folder.is_dir() and not (folder / whole).is_file():
+        raise ValueError(f"{where} has neither {whole} nor {', '.join(lost)}")
+    return tokenizer
 
 
 def _first(names: Collection[str]) -> str:

@@ -83,9 +83,16 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
     spec = config.rollout.spec()
     key = f"rollout.pipeline.max_sequence_length={spec.max_sequence_length}"
     guided = any(model.cfg_scale(each) > 1 for each in (spec, config.rollout.held_out_spec()))
+    tokenizers = load_tokenizers(config.model)
+    for name, tokenizer in tokenizers.items():
+        encoder = model.pipeline.components.get(name.replace("tokenizer", "text_encoder"))
+        last = max(tokenizer.get_vocab().values())
+        if encoder and last >= len(encoder.get_input_embeddings().weight):
+            where = f"model.path={config.model.path}: its {name}"
+            raise ValueError(f"{where} has tokens up to {last}, which its text encoder lacks")
     limits = {
         name: (tokenizer, most)
-        for name, tokenizer in load_tokenizers(config.model).items()
+        for name, tokenizer in tokenizers.items()
         if (most := model.most_tokens(tokenizer, spec)) is not None
     }
     for read, needs_target, where in asked:

@@ -145,6 +145,7 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     for key, spec in specs.items():
         model.check(spec, key)
         model.check_scheduler(spec)
+        model.check_decoding(spec)
     with META:
         network = add_lora(model, config.model, config.trainer.seed)
     check_optimizer(list(lora_parameters(network).values()), config.actor.optim)

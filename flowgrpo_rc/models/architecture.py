@@ -20,6 +20,7 @@ import transformers
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from flowgrpo_rc.libraries import load_tokenizer
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of, component_class
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import read_index
@@ -53,9 +54,8 @@ def load_tokenizers(config: ModelConfig) -> dict[str, Any]:
             continue
         cls = getattr(transformers, value[1], None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedTokenizerBase):
-            load: Any = cls
-            with blaming(f"model.path={config.path}: its {name}"):
-                found[name] = load.from_pretrained(config.location(), subfolder=name)
+            where = f"model.path={config.path}: its {name}"
+            found[name] = load_tokenizer(cls, config.location(), where, subfolder=name)
     return found
 
 

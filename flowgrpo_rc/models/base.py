@@ -13,6 +13,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -88,6 +89,8 @@ class FlowModel(ABC):
       masks_text: whether tokens of text have a mask, so that prompts may have several lengths.
       takes_flow_solvers: whether the stock pipeline, besides Euler's scheduler, takes solvers that
         walk the sigmas of a flow (use_flow_sigmas).
+      optional_components: those of the pipeline that a checkpoint may lack, besides the ones that
+        the pipeline's class can do without.
       unsupported_components: name in model_index.json -> why a checkpoint that has this component
         cannot be trained.
 
@@ -114,6 +117,7 @@ class FlowModel(ABC):
     thinking: ClassVar[bool | None] = None
     masks_text: ClassVar[bool] = False
     takes_flow_solvers: ClassVar[bool] = False
+    optional_components: ClassVar[tuple[str, ...]] = ()
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -192,12 +196,15 @@ class FlowModel(ABC):
         """Returns a prompt as the tokenizer of a text encoder gets it."""
         if self.thinking is None:
             return text
-        templated: str = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=self.thinking,
-        )
+        with blaming("model.path: the chat template of its tokenizer"):
+            templated: str = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=self.thinking,
+            )
+            if text.strip() not in templated:
+                raise ValueError(f"it drops the prompt {text[:60]!r}")
         return templated
 
     def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> int | None:
@@ -275,13 +282,17 @@ class FlowModel(ABC):
         """Raises ValueError unless the sigmas are those of a flow, falling from at most 1 to 0."""
         scheduler = self.pipeline.scheduler
         named = f"model.path: its scheduler, {type(scheduler).__name__},"
+        own = scheduler.config
         known = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-        known |= self.takes_flow_solvers and bool(scheduler.config.get("use_flow_sigmas"))
+        known &= not own.get("stochastic_sampling")
+        solves = own.get("use_flow_sigmas") and own.get("prediction_type") == "flow_prediction"
+        known |= self.takes_flow_solvers and bool(solves)
         if not known:
-            others = ", or a solver with use_flow_sigmas" if self.takes_flow_solvers else ""
+            others = ", or a solver with use_flow_sigmas and prediction_type=flow_prediction"
             raise ValueError(
                 f"{named} does not walk the sigmas of a flow as a {self.pipeline_class} needs: "
-                f"it takes FlowMatchEulerDiscreteScheduler{others}"
+                "it takes FlowMatchEulerDiscreteScheduler without stochastic_sampling"
+                f"{others if self.takes_flow_solvers else ''}"
             )
         # A model without weights is on the meta device, where sigmas have no values.
         here = copy.copy(self)
@@ -294,6 +305,12 @@ class FlowModel(ABC):
                 f"{sigmas[-1]:.4g}, and those of a flow fall from at most 1 to 0: correct "
                 "invert_sigmas, final_sigmas_type or shift in its scheduler_config.json"
             )
+
+    def check_decoding(self, spec: SamplerSpec) -> None:
+        """Raises ValueError if a VAE on the meta device cannot decode what the model makes."""
+        one = replace(spec, num_frames=spec.num_frames and 1)
+        with torch.no_grad(), blaming("model.path: the settings of its vae"):
+            self._decode(torch.empty(1, *self.latent_shape(one), device="meta"), one)
 
     def velocity(
         self,
@@ -373,6 +390,11 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
     for name, reason in adapter.unsupported_components.items():
         if index.get(name, ABSENT) != ABSENT:
             raise ValueError(f"model.path={config.path} has a {name}: {reason}")
+    parameters = signature(getattr(diffusers, pipeline)).parameters.values()
+    needed = {one.name for one in parameters if one.default is one.empty} | {*adapter.networks}
+    for name in sorted(needed - {*adapter.optional_components}):
+        if index.get(name, ABSENT) in (None, ABSENT):
+            raise ValueError(f"model.path={config.path} has no {name}, which a {pipeline} needs")
     return adapter
 
 
@@ -396,13 +418,22 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
 
 
 def component_class(config: ModelConfig, name: str, library: str, class_name: str) -> type[Any]:
-    """Returns the class of a component by what model_index.json says; ValueError if it is none."""
-    found = getattr(import_module(library), class_name, None)
-    if not isinstance(found, type):
+    """Returns the class of a component by model_index.json; ValueError if it cannot be read."""
+    found: Any = getattr(import_module(library), class_name, None)
+    is_class = isinstance(found, type)
+    if not is_class:
         raise ValueError(
             f"model.path={config.path}: its {name} is {class_name}, and this installation's "
             f"{library} has no class of this name"
         )
+    if issubclass(found, diffusers.ConfigMixin):
+        where = f"model.path={config.path}: the settings of its {name}"
+        with blaming(where):
+            settings = found.load_config(config.location(), subfolder=name)
+            unknown = found.extract_init_dict(settings)[1]
+        for key, value in unknown.items():  # which diffusers would ignore
+            if value not in (None, False, [], {}):
+                raise ValueError(f"{where} have {key}={value!r}, which no {class_name} here knows")
     return found
 
 
@@ -422,7 +453,8 @@ def _load_pipeline(config: ModelConfig, pipeline_class: Any, folder: Path) -> An
             dtype = torch.float32 if name == "vae" else DTYPES[config.dtype]
             parts[name] = load_weights(cls, place, given, dtype=dtype)
         else:
-            parts[name] = cls.from_pretrained(place)
+            with blaming(f"{given}: its {name}"):
+                parts[name] = cls.from_pretrained(place)
     with blaming(f"{given}: {INDEX_FILES['diffusion']}"):
         pipeline = pipeline_class(**parts)
     # Where it came from, which an engine of its own loads again.

@@ -12,17 +12,20 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flowgrpo_rc import libraries
 from flowgrpo_rc.batch import Said
 from flowgrpo_rc.libraries import load_weights, loading
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import model_file
+from flowgrpo_rc.reading import blaming, read_mapping
 
 # How config.json calls the number of positions: most models, MPT, decoders of speech.
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
@@ -42,8 +45,8 @@ class CausalLM:
       tokenizer: the tokenizer of transformers.
       device: where the network computes.
       eos_ids: the tokens that end a response, from the generation settings and the tokenizer.
-      pad_id: the token that fills rows: the tokenizer's, or else the first of eos_ids. Masks, not
-        ids, tell what is padding.
+      pad_id: the token that fills rows: the tokenizer's if the network knows it, or else the first
+        of eos_ids. Masks, not ids, tell what is padding.
       template: options of the chat template, `model.chat_template_kwargs`.
     """
 
@@ -64,14 +67,17 @@ class CausalLM:
         self.tokenizer = tokenizer
         self.device = device
         self.template = template or {}
-        self.eos_ids = _eos_ids(network.generation_config.eos_token_id, tokenizer.eos_token_id)
+        self._vocabulary = len(network.get_input_embeddings().weight)
+        ends = network.generation_config.eos_token_id, tokenizer.eos_token_id
+        self.eos_ids = _eos_ids(self._vocabulary, *ends)
         if not self.eos_ids:
             raise ValueError(
                 "model.path: neither the tokenizer nor generation_config.json names an "
-                "end-of-sequence token, so no response could ever end"
+                "end-of-sequence token of the model, so no response could ever end"
             )
         pad_id = tokenizer.pad_token_id
-        self.pad_id = self.eos_ids[0] if pad_id is None else int(pad_id)
+        is_known = pad_id is not None and int(pad_id) < self._vocabulary
+        self.pad_id = int(pad_id) if is_known else self.eos_ids[0]
         network.generation_config = GenerationConfig(
             eos_token_id=list(self.eos_ids), pad_token_id=self.pad_id
         )
@@ -85,6 +91,9 @@ class CausalLM:
             token_ids(self.tokenizer, prompt, self.template, max_length=max_length)
             for prompt in prompts
         ]
+        if (last := max(map(max, rows))) >= self._vocabulary:
+            known = f"the network knows {self._vocabulary} tokens"
+            raise ValueError(f"model.path: its tokenizer makes token {last}, and {known}")
         width = max(map(len, rows))
         ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
@@ -164,8 +173,8 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     model_file(config.path, INDEX_FILES["causal_lm"])
-    with _reading(config):
-        return AutoTokenizer.from_pretrained(config.location(), trust_remote_code=False)
+    where, place = f"model.path={config.path}", config.location()
+    return libraries.load_tokenizer(AutoTokenizer, place, where, trust_remote_code=False)
 
 
 def check_context(config: ModelConfig, prompt: int, response: int, most: int | None) -> None:
@@ -188,11 +197,12 @@ def _context(config: ModelConfig) -> int | None:
     from transformers import AutoConfig
 
     model_file(config.path, INDEX_FILES["causal_lm"])
-    with _reading(config):
+    where = f"model.path={config.path}"
+    with blaming(where), loading(where):
         whole = AutoConfig.from_pretrained(config.location(), trust_remote_code=False)
     settings = whole.get_text_config(decoder=True)
     found = (getattr(settings, name, None) for name in _POSITIONS)
-    limit = next((number for number in found if isinstance(number, int)), None)
+    limit = next((number for number in found if isinstance(number, int) and number > 0), None)
     rope = getattr(settings, "rope_parameters", None) or {}
     if limit is None or rope.get("rope_type") not in _STRETCHED:
         return limit
@@ -204,26 +214,25 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     """Loads network and tokenizer from safetensors, without LoRA and code of the checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    with _reading(config):
-        network = load_weights(
-            AutoModelForCausalLM,
-            config.location(),
-            f"model.path={config.path}",
-            dtype=DTYPES[config.dtype],
-            trust_remote_code=False,
-        )
-    return CausalLM(network, load_tokenizer(config), device, config.chat_template_kwargs)
-
-
-@contextmanager
-def _reading(config: ModelConfig) -> Iterator[None]:
-    with loading(f"model.path={config.path}"):
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"model.path={config.path}: cannot be read as a causal language model: {error}"
-            ) from error
+    where, settings = f"model.path={config.path}", Path(config.location(), "generation_config.json")
+    with blaming(where):
+        if settings.is_file():  # transformers would go on without end tokens if it is damaged
+            read_mapping(settings)
+    network = load_weights(
+        AutoModelForCausalLM,
+        config.location(),
+        where,
+        dtype=DTYPES[config.dtype],
+        trust_remote_code=False,
+    )
+    model = CausalLM(network, load_tokenizer(config), device, config.chat_template_kwargs)
+    # A masked model, such as BERT, has this interface too, and looks ahead.
+    ids = torch.tensor([[2, 2], [2, 3]], device=device)
+    with torch.no_grad():
+        one, other = network(input_ids=ids, use_cache=False).logits[:, 0].float()
+    if (one - other).abs().max() > 0.01 * one.abs().max():
+        raise ValueError(f"{where}: a {type(network).__name__} sees the tokens it should predict")
+    return model
 
 
 @contextmanager
@@ -245,7 +254,10 @@ def gradient_checkpointing(network: Any) -> Iterator[None]:
             del layer.forward
 
 
-def _eos_ids(*given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the given ids, each once, in order."""
-    lists = [[ids] if isinstance(ids, int) else ids or () for ids in given]
-    return tuple(dict.fromkeys(itertools.chain(*lists)))
+def _eos_ids(vocabulary: int, *given: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Returns the given ids that a network of so many tokens can give, each once, in order."""
+    lists = [ids if isinstance(ids, list) else [ids] for ids in given if ids is not None]
+    ids = list(itertools.chain(*lists))
+    if not all(type(end) is int for end in ids):
+        raise ValueError(f"model.path: eos_token_id is {given}, and has to be whole numbers")
+    return tuple(dict.fromkeys(end for end in ids if 0 <= end < vocabulary))

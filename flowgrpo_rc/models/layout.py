@@ -111,7 +111,7 @@ def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:
 def unscaled(latents: Tensor, vae: Any) -> Tensor:
     """Takes the normalisation of each channel back, [B, C, F, H, W], before a video VAE decodes."""
     mean, std = (
-        torch.tensor(values).reshape(1, -1, 1, 1, 1).to(latents)
+        torch.tensor(values).reshape(1, vae.config.z_dim, 1, 1, 1).to(latents)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
     # Divided by 1 / std as the stock pipelines do, to get their bits.

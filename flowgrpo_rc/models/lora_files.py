@@ -59,7 +59,7 @@ def _load_file(path: Path, network: nn.Module, config: ModelConfig) -> None:
     """Copies the LoRA of one file into one transformer, or into a language model."""
     given = f"model.lora_path={config.lora_path}"
     with blaming(given):
-        stored, metadata = _read(path)
+        stored, metadata = _read(path, _PREFIXES[config.kind])
     ranks = {
         _module(key, config.kind): tensor.shape[0]
         for key, tensor in stored.items()
@@ -98,15 +98,19 @@ def _load_file(path: Path, network: nn.Module, config: ModelConfig) -> None:
         place.copy_(value * factor if ".lora_B." in key else value)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], str | None]:
-    """Returns the tensors of a file, which must be finite, and diffusers' description of them."""
+def _read(path: Path, prefix: str) -> tuple[dict[str, Tensor], str | None]:
+    """Returns the tensors of a file, which are checked, and diffusers' description of them."""
     # Also where a network without weights is built, the file's tensors have values.
     with torch.device("cpu"), safe_open(path, framework="pt") as file:
         described = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     for key, tensor in stored.items():
-        if not tensor.float().isfinite().all():
-            raise ValueError(f"{key} holds numbers that are not finite")
+        if not key.startswith(prefix):
+            raise ValueError(f"it holds {key}, and its keys have to begin with {prefix}")
+        if ".lora_A." in key and (tensor.ndim < 2 or not len(tensor)):
+            raise ValueError(f"{key} is {tuple(tensor.shape)}, so it has no rank")
+        if not (tensor.is_floating_point() and tensor.float().isfinite().all()):
+            raise ValueError(f"{key} holds numbers that are not finite, or {tensor.dtype}")
     return stored, described
 
 

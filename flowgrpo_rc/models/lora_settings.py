@@ -14,6 +14,8 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
+from flowgrpo_rc.reading import blaming
+
 _DEFAULTS = LoraConfig().to_dict()
 _STRENGTH = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 _MODULES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
@@ -39,7 +41,8 @@ def strengths(described: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[st
     """
     _check(described)
     settings = _DEFAULTS | dict(described)
-    _check_modules(settings, ranks)
+    with blaming(", ".join(_MODULES)):
+        _check_modules(settings, ranks)
     found = {}
     for module, rank in ranks.items():
         stated = _of_module(settings, "r", "rank_pattern", module)
@@ -81,4 +84,5 @@ def _check_modules(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> Non
 def _of_module(settings: Mapping[str, Any], name: str, pattern: str, module: str) -> Any:
     """Returns a module's own value by the first pattern that fits it, or that of all modules."""
     patterns = settings[pattern]
-    return patterns.get(get_pattern_key(patterns.keys(), module), settings[name])
+    with blaming(f"{pattern}={patterns!r}"):
+        return patterns.get(get_pattern_key(patterns.keys(), module), settings[name])

@@ -30,6 +30,7 @@ class StableDiffusion3(FlowModel):
 
     pipeline_class = "StableDiffusion3Pipeline"
     guides_in_one_batch = True
+    optional_components = ("text_encoder_3", "tokenizer_3")
     default_target_modules = JOINT_ATTENTION
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from transformers import AutoTokenizer
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.check_prompts import _reads_target
-from flowgrpo_rc.models.architecture import load_tokenizers
+from flowgrpo_rc.config.check_prompts import _reads_target, check_texts
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.models.architecture import build_architecture, load_tokenizers
 from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 
@@ -58,6 +60,27 @@ def test_what_counts_as_cut_is_what_the_stock_pipeline_does_not_read(subject: Su
     assert seen == sorted(seen, reverse=True)
     assert any(seen)
     assert all(seen) == whole
+
+
+def test_texts_that_a_model_cannot_read(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    config = Config()
+    config.model.path = str(tmp_path / "model")
+    shutil.copytree(saved("ZImagePipeline"), config.model.path)
+    tokenizer = load_tokenizers(config.model)["tokenizer"]
+    model = build_architecture(config.model)
+    for template, words in (
+        ("hello", "drops the prompt 'a'"),
+        ("{{ raise_exception('no') }}", "no"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=rf"^model\.path: the chat template .* {words}"):
+            model.templated(tokenizer, "a")
+    tokenizer.add_tokens(["a token"])
+    tokenizer.save_pretrained(tmp_path / "model" / "tokenizer")
+    with pytest.raises(
+        ValueError, match=r"its tokenizer has tokens up to 103, which its text encoder lacks"
+    ):
+        check_texts(config, model, None, ())
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,9 @@ REFUSED = {
 }
 
 
+UNREADABLE = {"rank_pattern": None, "alpha_pattern": {"(": 3}, "target_modules": 5}
+
+
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_other_settings_are_refused_by_file_and_name(
     checkpoint: Path, tiny_lm: Path, tmp_path: Path, kind: str
@@ -180,7 +183,7 @@ def test_other_settings_are_refused_by_file_and_name(
     write(base, tmp_path / "plain")
     for value in ("olora", "corda", "loftq", "lora_ga", "pissa_niter_4", "unheard_of"):
         _refused(kind, base, tmp_path, {"init_lora_weights": value}, file)
-    for name, value in REFUSED.items():
+    for name, value in (REFUSED | UNREADABLE).items():
         _refused(kind, base, tmp_path, {name: value}, file)
     for change in ({"target_modules": TARGETS[kind][:1]}, {"exclude_modules": TARGETS[kind][:1]}):
         _refused(kind, base, tmp_path, change, file)
@@ -202,10 +205,31 @@ def _refused(kind: str, base: Path, root: Path, change: Mapping[str, Any], file:
         ours(kind, base, copy)
 
 
-def test_tensors_of_another_kind_of_adapter_are_named(checkpoint: Path, tmp_path: Path) -> None:
+LAYER = "transformer.transformer_blocks.0.attn.to_q"
+TENSORS = {
+    "another adapter": ({f"{LAYER}.hada_w1_a": torch.ones(4, 4)}, "hada_w1_a"),
+    "no matrix": ({f"{LAYER}.lora_A.weight": torch.tensor(1.0)}, r"lora_A\.weight is \(\)"),
+    "no rank": (
+        {
+            f"{LAYER}.lora_A.weight": torch.ones(0, 128),
+            f"{LAYER}.lora_B.weight": torch.ones(128, 0),
+        },
+        r"lora_A\.weight is \(0, 128\), so it has no rank",
+    ),
+    "whole numbers": (
+        {f"{LAYER}.lora_A.weight": torch.ones(4, 128, dtype=torch.int8)},
+        r"lora_A\.weight holds .*int8",
+    ),
+    "kohya": ({"lora_unet_a.lora_down.weight": torch.ones(4, 4)}, "begin with transformer"),
+}
+
+
+@pytest.mark.parametrize(("more", "words"), TENSORS.values(), ids=list(TENSORS))
+def test_tensors_of_no_plain_lora_are_named(
+    checkpoint: Path, tmp_path: Path, more: Mapping[str, torch.Tensor], words: str
+) -> None:
     image_file(checkpoint, tmp_path)
     path = next(tmp_path.glob("*.safetensors"))
-    key = "transformer.transformer_blocks.0.attn.to_q.hada_w1_a"
-    save_file(load_file(path) | {key: torch.ones(4, 4)}, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"hada_w1_a"):
+    save_file(load_file(path) | dict(more), path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"^model\.lora_path=.*{words}"):
         ours("image", checkpoint, tmp_path)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,21 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 from support.tiny_models import TINY
 
+from flowgrpo_rc.models.architecture import build_architecture, load_tokenizers
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.index import read_index
 
 CPU = torch.device("cpu")
+INDEX = "model_index.json"
+VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model")
+SPARE = {"tokenizer_3", "text_encoder_3"}  # Stable Diffusion 3 works without T5.
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+
+
+def settings(folder: Path, change: dict[str, Any], name: str = "config.json") -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
 def weights(folder: Path) -> dict[str, Path]:
@@ -46,6 +57,12 @@ def damage(file: Path, how: str) -> str:
         case "pickled":
             file.rename(file.with_name("pytorch_model.bin"))
             return rf"safetensors.*{file.parent.name}"
+        case "quantized":
+            settings(file.parent, {"quantization_config": {"quant_method": "of tomorrow"}})
+            return rf"{file.parent.name}/config\.json sets quantization_config"
+        case "not finite":
+            tensors[name] = torch.full_like(tensors[name], torch.nan)
+            words = f"{told} holds numbers that are not finite in {name}"
         case "missing":
             del tensors[name]
             words = rf"{told} lacks .*{name}"
@@ -76,7 +93,13 @@ def test_every_component_of_every_pipeline_has_to_have_its_weights(
             load(copy)
 
 
-@pytest.mark.parametrize("how", ["missing", "unexpected", "misshapen", "cut", "pointer", "pickled"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("missing", "unexpected", "misshapen", "cut", "pointer", "pickled"),
+        *("quantized", "not finite"),
+    ],
+)
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
 def test_weights_that_do_not_fit_are_named(
     checkpoint: Path, tiny_lm: Path, tmp_path: Path, library: str, how: str
@@ -99,6 +122,46 @@ def test_one_of_several_files_is_gone(lm_config: ModelConfig, tmp_path: Path) ->
     first.unlink()
     with pytest.raises(ValueError, match=rf"^model\.path=.*{first.name}"):
         load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^model\.path=.*'weight_map' is missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_parts_of_a_pipeline_that_nobody_understands_are_named(
+    saved: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    for package in TINY[family].packages:
+        pytest.importorskip(package)
+    config = ModelConfig(path=str(tmp_path / "model"))
+    folder = Path(shutil.copytree(saved(family), config.path))
+    for name in ("transformer", "vae", "scheduler"):
+        file = f"{'scheduler_' * (name == 'scheduler')}config.json"
+        settings(folder / name, {"a_setting_of_tomorrow": False}, file)
+        model = build_architecture(config)
+        settings(folder / name, {"a_setting_of_tomorrow": 2}, file)
+        for read in (build_architecture, lambda config: load(folder)):
+            with pytest.raises(ValueError, match=rf"of its {name} have a_setting_of_tomorrow=2"):
+                read(config)
+        shutil.copy(saved(family) / name / file, folder / name / file)
+    spec = TINY[family].spec("sde", TINY[family].guided)
+    model.check_decoding(spec)
+    model.pipeline.vae.register_to_config(shift_factor=None, scaling_factor=None, latents_mean=None)
+    if family != "Flux2KleinPipeline":  # whose latents are scaled by tensors
+        with pytest.raises(ValueError, match=r"^model\.path: the settings of its vae"):
+            model.check_decoding(spec)
+    whole = (folder / INDEX).read_text()
+    for name in load_tokenizers(config):
+        for lost in {name, name.replace("tokenizer", "text_encoder")} - SPARE:
+            settings(folder, {lost: [None, None]}, INDEX)
+            with pytest.raises(ValueError, match=rf"^model\.path=.* has no {lost}, which a"):
+                build_architecture(config)
+            (folder / INDEX).write_text(whole)
+        for file in VOCABULARY:
+            (folder / name / file).unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=rf"its {name} has neither tokenizer\.json nor "):
+            load_tokenizers(config)
+        shutil.copytree(saved(family) / name, folder / name, dirs_exist_ok=True)
 
 
 def test_weights_of_one_variant_alone_load(checkpoint: Path, tmp_path: Path) -> None:

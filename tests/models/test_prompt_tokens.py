@@ -45,6 +45,7 @@ def tokenizer_that_adds(around: str) -> PreTrainedTokenizerFast:
 
 
 def read_by(lm: CausalLM, tokenizer: PreTrainedTokenizerFast, prompt: object, **options) -> str:
+    lm.network.resize_token_embeddings(len(tokenizer))
     model = CausalLM(lm.network, tokenizer, CPU, options)
     ids, mask = model.encode([prompt], max_length=50)
     assert mask.all()

@@ -28,6 +28,8 @@ NO_FLOW = [
     DDIMScheduler(),
     FlowMatchHeunDiscreteScheduler(shift=3.0),
     FlowMatchLCMScheduler(shift=3.0),
+    DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="epsilon"),
+    FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
 ]
 # Of a class that is known, and yet no way from noise to a picture.
 NO_WAY = [

@@ -103,7 +103,10 @@ def test_a_head_must_be_layers_in_a_row(clip, tmp_path):
     norm = {"layers.1.weight": torch.ones(8), "layers.1.bias": torch.ones(8)}
     no_bias = {name: tensor for name, tensor in good.items() if name != "layers.0.bias"}
     more = {"scale": torch.ones(1)}
-    for state in ({}, {"weight": torch.ones(1, 4)}, no_bias, good | two, good | norm, good | more):
+    nan = {"layers.2.bias": torch.full((1,), torch.nan)}
+    whole = {name: tensor.to(torch.int8) for name, tensor in good.items()}
+    wrong = (no_bias, good | two, good | norm, good | more, good | nan, whole)
+    for state in ({}, {"weight": torch.ones(1, 4)}, *wrong):
         with pytest.raises(ValueError, match="linear layers"):
             linear_head(state)
     with pytest.raises(ValueError, match=r"head='nowhere\.pth': give an existing file"):

@@ -133,6 +133,10 @@ def test_a_checkpoint_with_other_heads_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {"rm_head.scale": torch.ones(1)}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"rm_head\.scale is no weight or bias"):
         HPSv3(path=str(tmp_path), **CPU)(IMAGES, PROMPTS)
+    del tensors["rm_head.3.bias"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="linear layers in a row"):
+        HPSv3(path=str(tmp_path), **CPU)(IMAGES, PROMPTS)
     rest = {name: one for name, one in tensors.items() if not name.startswith("rm_head")}
     save_file(rest, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"has 0 heads \(rm_head\).* but 1 instructions"):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_rc.libraries import load_weights, loading
+from flowgrpo_rc import libraries
+from flowgrpo_rc.libraries import load_weights
 from flowgrpo_rc.reading import check_on_hub
 from flowgrpo_rc.rewards.base import check_at_least_one
 
@@ -79,11 +80,11 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Loads the tokenizer of a scoring model. ValueError if code of the model would have to run."""
+    """Loads the tokenizer of a scoring model, by the rules of `libraries.load_tokenizer`."""
     from transformers import AutoTokenizer
 
-    with loading(f"path={str(path)!r}"):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    where = f"path={str(path)!r}"
+    return libraries.load_tokenizer(AutoTokenizer, str(path), where, trust_remote_code=False)
 
 
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str, spare: str = "$^") -> Any:
@@ -103,6 +104,12 @@ def check_state(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
                 f"{name} is {found.get(name, 'missing')} there, and a {type(module).__name__} "
                 f"needs {own.get(name, 'no such tensor')}"
             )
+        if not _is_finite(stored[name]):
+            raise ValueError(f"{name} does not hold finite floating point numbers")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
@@ -113,9 +120,11 @@ def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
     fits = all(weight.ndim == 2 for weight in weights) and all(
         before.shape[0] == after.shape[1] for before, after in pairwise(weights)
     )
+    fits &= all(_is_finite(one) for one in state.values())
+    fits &= len(state) in (len(weights), 2 * len(weights))  # a bias for all or none
     if not weights or not fits:
         found = {name: list(tensor.shape) for name, tensor in state.items()}
-        raise ValueError(f"the head must be linear layers in a row; it has {found}")
+        raise ValueError(f"the head must be finite linear layers in a row; it has {found}")
     layers = []
     for number, weight in zip(numbers, weights, strict=True):
         bias = state.get(f"{number}.bias")

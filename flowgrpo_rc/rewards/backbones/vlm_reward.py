@@ -134,7 +134,11 @@ class VlmReward(Reward):
         path = str(self._folder)
         # The heads are read below; the one that writes words is not needed.
         model = load_pretrained(
-            AutoModel, path, device=self.device, dtype=self.dtype, spare=r"^(rm_head|lm_head)"
+            AutoModel,
+            path,
+            device=self.device,
+            dtype=self.dtype,
+            spare=r"^rm_head|^lm_head\.weight$",
         )
         reader = QwenVlReader(
             path,
