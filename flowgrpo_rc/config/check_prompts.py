@@ -87,9 +87,9 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
     for name, tokenizer in tokenizers.items():
         encoder = model.pipeline.components.get(name.replace("tokenizer", "text_encoder"))
         last = max(tokenizer.get_vocab().values())
-        if encoder and last >= len(encoder.get_input_embeddings().weight):
-            where = f"model.path={config.model.path}: its {name}"
-            raise ValueError(f"{where} has tokens up to {last}, which its text encoder lacks")
+        if encoder is not None and last >= len(encoder.get_input_embeddings().weight):
+            given = f"model.path={config.model.path}: its {name}"
+            raise ValueError(f"{given} has tokens up to {last}, which its text encoder lacks")
     limits = {
         name: (tokenizer, most)
         for name, tokenizer in tokenizers.items()
