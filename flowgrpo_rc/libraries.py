@@ -4,6 +4,7 @@ without the Python code that a model may bring along, and without random numbers
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -13,8 +14,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from flowgrpo_rc.reading import blaming, read_mapping
 
 # Names of files of weights, as they are, in parts, or of a variant such as fp16.
 _WEIGHTS = re.compile(
@@ -95,7 +94,8 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
     files = sorted(folder.glob("*.safetensors"))
     settings = folder / "config.json"
     try:
-        if settings.is_file() and read_mapping(settings).get("quantization_config") is not None:
+        known = json.loads(settings.read_bytes()) if settings.is_file() else {}
+        if known.get("quantization_config") is not None:
             raise ValueError(
                 f"{folder.name}/{settings.name} sets quantization_config: give weights that are "
                 "not quantized"
@@ -145,8 +145,15 @@ def load_tokenizer(cls: Any, place: str, where: str, **options: Any) -> Any:
 
     The arguments are those of `load_weights`.
     """
-    with blaming(where), loading(where):
-        tokenizer = cls.from_pretrained(place, **options)
+    try:
+        with loading(where):
+            tokenizer = cls.from_pretrained(place, **options)
+    # The border to the libraries, which raise what they like.
+    except Exception as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        if where in reason:
+            raise
+        raise ValueError(f"{where} cannot be read: {' '.join(reason.split())}") from error
     folder, files = Path(place, options.get("subfolder", "")), dict(tokenizer.vocab_files_names)
     whole = files.pop("tokenizer_file", None)  # None: tokens are bytes, or it has raised
     others = files.values() or ["tokenizer.model"]
