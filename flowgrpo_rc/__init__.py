@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowgrpo_rc.algorithms.policy_gradient.images import diffusion_loss
     from flowgrpo_rc.algorithms.policy_gradient.text import token_loss
-    from flowgrpo_rc.api import Run, train
+    from flowgrpo_rc.api import Run, compare, evaluate, export, plan, train
     from flowgrpo_rc.batch import (
         DiffusionBatch,
         Prompt,
@@ -59,11 +59,15 @@ __all__ = [
     "apply_rollout_correction_to_batch",
     "apply_rollout_correction_to_diffusion_batch",
     "check_rollout_correction_health",
+    "compare",
     "compute_offpolicy_metrics",
     "compute_rollout_correction_and_rejection_mask",
     "compute_rollout_correction_weights",
     "compute_rollout_rejection_mask",
     "diffusion_loss",
+    "evaluate",
+    "export",
+    "plan",
     "plot_rollout_correction",
     "token_loss",
     "train",
@@ -71,7 +75,7 @@ __all__ = [
 
 # Module -> the public names that it holds.
 _MODULES = {
-    "api": "Run train",
+    "api": "Run compare evaluate export plan train",
     "batch": "DiffusionBatch Prompt PromptBatch Rewards SamplerSpec TokenBatch TokenSpec",
     "core.metrics": "MetricBag",
     "correction.api": (

@@ -1,36 +1,61 @@
-"""Training from Python: what `flowgrpo-rc train` does, in this process and with exceptions."""
+"""The commands from Python: in this process, with values and exceptions."""
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from flowgrpo_rc.config.compose import compose_all, unchecked_config
+from flowgrpo_rc.config.from_python import (
+    Overrides,
+    check_callbacks,
+    given_prompts,
+    override_lines,
+    public_call,
+    with_prompts,
+)
 from flowgrpo_rc.config.rows import table
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
-from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.progress import ProgressBar, is_seen
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.streams import lasting_streams
+from flowgrpo_rc.report.card import card, held_out_pictures, told
+from flowgrpo_rc.report.compare import write_comparison
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rewards.function import Score, give
 
 if TYPE_CHECKING:
+    from flowgrpo_rc.commands.evaluate import RunScores
     from flowgrpo_rc.commands.train import Callback
+    from flowgrpo_rc.planning.fit import Proposal
+    from flowgrpo_rc.planning.plan import Plan
 
-Overrides = Sequence[str] | Mapping[str, Any]
 RewardTerms = Mapping[str, Score | Mapping[str, Any]] | Sequence[Score]
-# A word that Hydra reads as the text that it is.
-_PLAIN_TEXT = re.compile(r"(?!(null|true|false|inf|nan)$)[A-Za-z][\w/.:-]*", re.IGNORECASE)
 _HELD_OUT = "val/"
+
+
+class Metrics(list[dict[str, Any]]):
+    """Rows of metrics.jsonl, which a notebook shows as a table where pandas is installed."""
+
+    def to_pandas(self) -> Any:
+        """Returns a DataFrame with a column a metric; ImportError without pandas."""
+        import pandas
+
+        return pandas.DataFrame(list(self))
+
+    def _repr_html_(self) -> str | None:
+        return self.to_pandas()._repr_html_() if find_spec("pandas") else None
 
 
 @dataclass(frozen=True)
@@ -51,13 +76,31 @@ class Run:
         if not self._files.config.is_file():
             raise ValueError(f"{self.folder} is not the folder of a run: it has no config.yaml")
 
+    def __repr__(self) -> str:
+        reward, steps = told(self.folder)
+        stopped = "" if self.stopped is None else f"; stopped early: {self.stopped}"
+        numbers = f"{reward}; {steps}; LoRA: {self.lora}".replace("\u2192", "->")
+        return f"<Run {self.folder}: {numbers}{stopped}>"
+
+    def _repr_html_(self) -> str:
+        return card(self.folder)
+
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> Metrics:
         """Returns the rows of metrics.jsonl: `step` and the metrics of the step by name.
 
-        A value is None if it is not finite. `pandas.DataFrame(run.metrics)` makes a table of them.
+        A value is None if it is not finite. `run.metrics.to_pandas()` makes a table of them.
         """
-        return MetricsFile(self._files.metrics).rows()
+        return Metrics(MetricsFile(self._files.metrics).rows())
+
+    @property
+    def images(self) -> dict[str, list[Image.Image]]:
+        """Returns the held-out pictures of the first and of the last evaluation.
+
+        They are `before` and `after`, in the same order; either is absent without its evaluation.
+        The `info` of a picture has its `subject`, the target or the prompt, and its `score`.
+        """
+        return held_out_pictures(self.folder)
 
     @property
     def before(self) -> dict[str, float]:
@@ -83,13 +126,14 @@ class Run:
         """Writes the run's page anew and returns its path."""
         return write_report(self.folder)
 
+    @public_call
     def resume(
         self,
         overrides: Sequence[str] = (),
         *,
         rewards: RewardTerms | None = None,
         callbacks: Sequence[Callback] = (),
-        verbose: bool = False,
+        verbose: bool | None = None,
         trust: bool = False,
     ) -> Run:
         """Goes on from the newest checkpoint, or from the start if there is none.
@@ -133,6 +177,7 @@ class Run:
         ]
 
 
+@public_call
 def train(
     config: Overrides | Config = (),
     *,
@@ -140,7 +185,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     config_name: str | None = None,
     config_dir: str | None = None,
-    verbose: bool = False,
+    verbose: bool | None = None,
 ) -> Run:
     """Trains in this process, as `flowgrpo-rc train` does with the same settings.
 
@@ -150,8 +195,9 @@ def train(
 
     Args:
       config: overrides, as `["rollout.n=8"]` or as `{"rollout.n": 8}`; or a whole `Config`. In a
-        mapping `data.train_files` and `data.val_files` may be rows, as a list of mappings or as a
-        `datasets.Dataset`; they are kept in the run's folder.
+        mapping `data.train_files` and `data.val_files` may be the prompts: a list of texts or of
+        mappings, a `datasets.Dataset`, or the id of a dataset on the Hub, `user/name:train`. They
+        are kept in the run's folder.
       rewards: name -> a function, as of (sample, prompt), or the mapping of `reward.terms.NAME`; or
         a list of functions. They take the place of the configured rewards. The weight of a function
         is 1, or `reward.terms.NAME.weight`.
@@ -159,117 +205,136 @@ def train(
         before the first one on. One that returns True ends the run after the step.
       config_name: a file of `configs/`; None for the bundled model.
       config_dir: a further folder with configuration files.
-      verbose: print what the command line prints.
+      verbose: True prints what the command line prints, and False nothing. None shows a progress
+        bar on a terminal or in a notebook, and nothing elsewhere.
 
     Returns:
       The run.
 
     Raises:
+      TypeError: there is no such argument.
       ValueError: the settings cannot work; nothing has been trained. The message names the key.
       CheckpointError: the checkpoint to go on from is damaged.
       RewardError: too many samples of a step have no reward.
       RuntimeError: the training failed.
     """
-    if isinstance(config, Config):
-        settings = config
-    else:
-        prompts = _rows(config)
-        if isinstance(config, Mapping):
-            config = {key: value for key, value in config.items() if key not in prompts}
-        lines = override_lines(config)
-        composition = compose_all(lines, config_name=config_name, config_dir=config_dir)
-        if composition.rows and verbose:
-            print(table(composition.rows), file=sys.stderr)
-        composition.check()
-        settings = _with_prompts(unchecked_config(composition.config), prompts)
-    if callable(callbacks) or not all(map(callable, callbacks)):
-        raise ValueError(f"callbacks={callbacks!r}: give a list of functions (step, metrics)")
+    check_callbacks(callbacks)
+    settings = _settings(config, config_name, config_dir, verbose=bool(verbose))
     if rewards is not None:
         settings = _with_rewards(settings, rewards)
     folder = Path(settings.trainer.output_dir)
     rows = MetricsFile(RunFolder(folder).metrics)
     earlier = len(rows.rows())
-    with lasting_streams(), quiet("transformers", "diffusers"):
-        from flowgrpo_rc.commands.train import run
+    with lasting_streams():
+        shows = verbose is None and is_seen()
+        health, steps = MetricsFile(RunFolder(folder).health), settings.trainer.total_training_steps
+        bar = ProgressBar(health, steps) if shows else None
+        with bar or nullcontext(), quiet("transformers", "diffusers"):
+            from flowgrpo_rc.commands.train import run
 
-        reason = run(settings, callbacks=callbacks, quiet=not verbose)
+            observers = [*([bar.step] if bar else ()), *callbacks]
+            reason = run(settings, callbacks=observers, quiet=not verbose)
     if reason is None and len(rows.rows()) == earlier:
         warnings.warn(
             f"nothing was trained: {folder} holds a finished run; set trainer.output_dir to "
             "another folder for a new one",
-            stacklevel=2,
+            stacklevel=3,
         )
     return Run(folder, reason)
 
 
-def _rows(overrides: Overrides) -> dict[str, str]:
-    """Returns prompts that are rows, and not paths, as lines of JSON by the name of their key."""
-    found = {}
-    for key in ("data.train_files", "data.val_files"):
-        given = overrides.get(key) if isinstance(overrides, Mapping) else None
-        if given is None or isinstance(given, str | Path):
-            continue
-        rows = list(given)
-        if any(isinstance(row, Mapping) for row in rows):
-            try:
-                found[key] = "\n".join(json.dumps(dict(row), ensure_ascii=False) for row in rows)
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{key}: its rows must be mappings of plain data: {error}"
-                ) from error
-    return found
+@public_call
+def evaluate(
+    run: Run | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    suites: Sequence[str] = (),
+    trust: bool = False,
+) -> RunScores:
+    """Scores the LoRA of a run, or of its folder, and the base model.
 
-
-def _with_prompts(config: Config, prompts: Mapping[str, str]) -> Config:
-    """Writes prompts into the run's folder and returns the settings with their files."""
-    data = replace(config.data)
-    for key, lines in prompts.items():
-        name = key.removeprefix("data.")
-        file = Path(config.trainer.output_dir).expanduser() / "prompts" / f"{name}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, lines.encode())
-        setattr(data, name, str(file))
-    return replace(config, data=data)
-
-
-def override_lines(overrides: Overrides) -> list[str]:
-    """Returns overrides as the command line has them.
-
-    Args:
-      overrides: lines, or values by dotted key. A text is taken as it is, whatever it holds.
-
-    Raises:
-      ValueError: one text in place of a list, or a value that no setting can have.
+    `overrides` change the run's settings. `suites` are asked in place of the held-out prompts:
+    names, `NAME:FILE` with other prompts, or files. `trust` is that of `Run.resume`.
     """
-    if isinstance(overrides, str):
-        raise ValueError(f"config={overrides!r}: give a list of overrides, such as [{overrides!r}]")
-    if isinstance(overrides, Mapping):
-        return [f"{key}={_written(key, value)}" for key, value in overrides.items()]
-    return list(overrides)
+    from flowgrpo_rc.commands.finding import check_evaluated
+
+    check_evaluated(_folder(run), overrides, suites, None if trust else "trust=True")
+    with lasting_streams(), quiet("transformers", "diffusers"):
+        from flowgrpo_rc.commands.evaluate import evaluated
+
+        return evaluated(_folder(run), overrides, suites, quiet=True)
 
 
-def _written(key: str, value: Any) -> str:
-    """Returns a value in Hydra's grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool | int | float):
-        return str(value).lower()
-    if isinstance(value, str | Path):
-        text = str(value)
-        if _PLAIN_TEXT.fullmatch(text):
-            return text
-        # Hydra unescapes backslashes only in front of a quote or at the end.
-        escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
-        return f"'{escaped}'"
-    if isinstance(value, Mapping):
-        inner = ",".join(f"{name}:{_written(key, item)}" for name, item in value.items())
-        return f"{{{inner}}}"
-    if isinstance(value, Sequence):
-        inner = ",".join(_written(key, item) for item in value)
-        return f"[{inner}]"
-    raise ValueError(
-        f"{key}={value!r}: a setting is a text, a number, true or false, null, a list or a mapping"
+@public_call
+def compare(*runs: Run | str | Path, out: str | Path = "compare.html") -> Path:
+    """Writes a page about two to four runs, or folders of runs, and returns its path."""
+    return write_comparison([_folder(run) for run in runs], Path(out))
+
+
+@public_call
+def plan(
+    config: Overrides | Config = (),
+    *,
+    config_name: str | None = None,
+    config_dir: str | None = None,
+    processes: int = 1,
+    nodes: int = 1,
+    fit: float | None = None,
+) -> Plan | Proposal:
+    """Returns what a run of `train` would need on `processes`; `print` shows it as a table.
+
+    With `fit`, the GiB of a card, it returns a `Proposal` with the `overrides` that fit it.
+    """
+    with quiet():
+        from flowgrpo_rc.commands.plan import planned
+
+        return planned(_settings(config, config_name, config_dir), processes, nodes, fit)
+
+
+@public_call
+def export(
+    run: Run | str | Path,
+    out: str | Path,
+    *,
+    raw: bool = False,
+    push_to_hub: str | None = None,
+    public: bool = False,
+) -> Path:
+    """Writes the LoRA of a run or of a checkpoint's folder for stock diffusers, or peft.
+
+    `raw` takes the last weights rather than their average. `push_to_hub` also uploads them to
+    `user/name`, a private repository unless `public`. Returns the file with the tensors.
+    """
+    from flowgrpo_rc.commands.export import export_checkpoint
+
+    given = str(_folder(run))
+    return export_checkpoint(given, str(out), raw=raw, push_to_hub=push_to_hub, public=public)[0]
+
+
+def _folder(run: Run | str | Path) -> Path:
+    return run.folder if isinstance(run, Run) else Path(run)
+
+
+def _settings(
+    config: Overrides | Config,
+    config_name: str | None,
+    config_dir: str | None,
+    *,
+    verbose: bool = False,
+) -> Config:
+    """Composes the settings; prompts that are no paths are written into the run's folder."""
+    if isinstance(config, Config):
+        return config
+    prompts = given_prompts(config)
+    if isinstance(config, Mapping):
+        config = {key: value for key, value in config.items() if key not in prompts}
+    composition = compose_all(
+        override_lines(config), config_name=config_name, config_dir=config_dir
     )
+    if composition.rows and verbose:
+        print(table(composition.rows), file=sys.stderr)
+    composition.check()
+    return with_prompts(unchecked_config(composition.config), prompts)
 
 
 def _with_rewards(config: Config, rewards: RewardTerms) -> Config:

@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from flowgrpo_rc.build import make_processes, make_suite, make_task
+from flowgrpo_rc.build import make_console, make_processes, make_suite, make_task
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.checks import check_run, check_suites
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.evaluation.held_out import Evaluator
-from flowgrpo_rc.evaluation.suite_runner import TOTAL
+from flowgrpo_rc.evaluation.suite_runner import TOTAL, SuiteResult
 from flowgrpo_rc.models.lora import reference_policy
-from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.suite_files import BASE, TUNED, sample_stem, write_suite_result
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rewards.manager import RewardManager
 
 
+class RunScores(NamedTuple):
+    """Holds the held-out metrics of the base model and of the LoRA, or the results of suites."""
+
+    base: Mapping[str, float] = {}
+    lora: Mapping[str, float] = {}
+    suites: Mapping[str, SuiteResult] = {}
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Evaluates a run."""
-    folder = RunFolder(Path(arguments.run_dir))
-    config = stored_config(folder.config, arguments.overrides)
-    config.model.lora_path = str(folder.lora)
-    config.trainer.logger = ["console"]
-    config.trainer.suites = list(arguments.suite or [])
-    if config.trainer.suites:
-        _evaluate_by_suites(folder, config)
-    else:
-        _evaluate_held_out(config)
+    evaluated(Path(arguments.run_dir), arguments.overrides, arguments.suite or [])
     return EXIT_OK
 
 
-def _evaluate_held_out(config: Config) -> None:
-    """Prints the held-out scores of the base model and of the run's exported LoRA."""
+def evaluated(
+    run_dir: Path, overrides: Sequence[str], suites: Sequence[str], *, quiet: bool = False
+) -> RunScores:
+    """Evaluates a run, and prints what it has found unless `quiet`."""
+    folder = RunFolder(run_dir)
+    config = stored_config(folder.config, overrides)
+    config.model.lora_path = str(folder.lora)
+    config.trainer.logger = ["console"]
+    config.trainer.suites = list(suites)
+    if suites:
+        return RunScores(suites=_evaluate_by_suites(folder, config, quiet=quiet))
+    return _evaluate_held_out(config, quiet=quiet)
+
+
+def _evaluate_held_out(config: Config, *, quiet: bool) -> RunScores:
+    """Scores the base model and the run's exported LoRA."""
     prompts = check_run(config, device_of(config), samples=False, trains=False).prompts
-    processes = make_processes(config)
+    processes = make_processes(config, quiet=quiet)
     task = make_task(config, processes)
     rewards = RewardManager(config.reward)
     evaluator = Evaluator(task.sample, prompts.held_out, config.rollout.val_kwargs, rewards)
@@ -52,19 +67,27 @@ def _evaluate_held_out(config: Config) -> None:
         after = scores()
     finally:
         rewards.close()
-    Console(total_steps=0, quiet=not processes.is_main).final_table(before, after)
+    make_console(config, processes, quiet=quiet).final_table(before, after)
+    return RunScores(_held_out(before), _held_out(after))
 
 
-def _evaluate_by_suites(folder: RunFolder, config: Config) -> None:
+def _held_out(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix("val/"): value for name, value in metrics.items()}
+
+
+def _evaluate_by_suites(
+    folder: RunFolder, config: Config, *, quiet: bool
+) -> dict[str, SuiteResult]:
     """Compares the run's exported LoRA with the base model by suites, and renews its report."""
     asked = check_suites(config)
-    processes = make_processes(config)
+    processes = make_processes(config, quiet=quiet)
     task = make_task(config, processes)
-    console = Console(total_steps=0, quiet=not processes.is_main)
+    console = make_console(config, processes, quiet=quiet)
+    results = {}
     for suite in asked:
         runner = make_suite(suite, config, task)
         try:
-            result = runner.run(processes, show=True)
+            result = results[suite.name] = runner.run(processes, show=True)
         finally:
             runner.close()
         write_suite_result(folder.suites, suite, result)
@@ -76,3 +99,4 @@ def _evaluate_by_suites(folder: RunFolder, config: Config) -> None:
         console.suite_table(suite.name, result.comparisons, result.groups)
     if folder.metrics.is_file():
         write_report(folder.root)
+    return results

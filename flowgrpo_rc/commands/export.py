@@ -19,25 +19,28 @@ from flowgrpo_rc.records.run_folder import RunFolder
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exports a checkpoint and prints the file that was written."""
-    written = export_checkpoint(
+    """Exports a checkpoint, and prints where it is on the Hub, if it is, and the file."""
+    written, url = export_checkpoint(
         arguments.checkpoint,
         arguments.out,
         raw=arguments.raw,
         push_to_hub=arguments.push_to_hub,
         public=arguments.public,
     )
+    if url is not None:
+        print(url)
     print(written)
     return EXIT_OK
 
 
 def export_checkpoint(
     checkpoint: str, out: str, *, raw: bool, push_to_hub: str | None = None, public: bool = False
-) -> Path:
+) -> tuple[Path, str | None]:
     """Writes the LoRA of a checkpoint with a model card, for stock diffusers or peft.
 
     Of a run the newest checkpoint is taken, and of that the average of the weights unless `raw`. A
-    new repository `push_to_hub` is private unless `public`. Returns the file with the tensors.
+    new repository `push_to_hub` is private unless `public`. Returns the file with the tensors, and
+    the address of that repository.
     """
     if public and push_to_hub is None:
         raise ValueError("--public has no effect without --push-to-hub: drop it")
@@ -59,6 +62,6 @@ def export_checkpoint(
     write_model_card(
         Path(out), run_dir, config, step=loaded.step, raw=raw, source=source, others=others
     )
-    if push_to_hub is not None:
-        print(push(api, Path(out), push_to_hub, public=public, others=others))
-    return written
+    if push_to_hub is None:
+        return written, None
+    return written, push(api, Path(out), push_to_hub, public=public, others=others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from flowgrpo_rc.config.check_inputs import suites_of
@@ -15,20 +16,29 @@ from flowgrpo_rc.records.run_folder import RunFolder
 def check_run_folder(arguments: argparse.Namespace) -> None:
     """Checks the run that evaluate or export is given, and whether evaluate may import its code."""
     if arguments.command == "evaluate":
-        path = RunFolder(Path(arguments.run_dir)).config
-        config = stored_config(path, arguments.overrides)
-        config.trainer.suites = []  # those of the run are not asked
-        check_plain(path)
-        if not arguments.trust:
-            check_trusted(path, config, "--trust")
-        check_secrets(config)
-        config.trainer.suites = arguments.suite or []
-        suites_of(config)
+        how = None if arguments.trust else "--trust"
+        folder = Path(arguments.run_dir)
+        check_evaluated(folder, arguments.overrides, arguments.suite or [], how)
     if arguments.command == "export":
         _, run_dir = checkpoint_and_run(arguments.checkpoint)
         path = RunFolder(run_dir).config
         stored_config(path)
         check_plain(path)
+
+
+def check_evaluated(
+    run_dir: Path, overrides: Sequence[str], suites: Sequence[str], how: str | None
+) -> None:
+    """Checks a run that is to be evaluated; `how` says how to trust its code, None if it is."""
+    path = RunFolder(run_dir).config
+    config = stored_config(path, overrides)
+    config.trainer.suites = []  # those of the run are not asked
+    check_plain(path)
+    if how is not None:
+        check_trusted(path, config, how)
+    check_secrets(config)
+    config.trainer.suites = list(suites)
+    suites_of(config)
 
 
 def checkpoint_and_run(given: str) -> tuple[Path, Path]:

@@ -12,10 +12,12 @@ from dataclasses import asdict
 import torch
 
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
-from flowgrpo_rc.config.compose import config_folder, to_config
+from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.compose import config_folder, unchecked_config
 from flowgrpo_rc.config.settle import settled
-from flowgrpo_rc.planning.fit import Fitter
-from flowgrpo_rc.planning.plan import job_of, make_plan
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.planning.fit import Fitter, Proposal
+from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
 from flowgrpo_rc.planning.workers import worker_tables
 from flowgrpo_rc.report.facts import told
 
@@ -29,19 +31,26 @@ def main(arguments: argparse.Namespace) -> int:
     if processes is None:
         asked = composed.trainer.num_processes
         processes = asked if isinstance(asked, int) else 1
+    found = planned(unchecked_config(composed), processes, nodes, arguments.fit)
+    if isinstance(found, Proposal):
+        print(f"{composed.trainer.experiment_name} {found.told(arguments.fit)}")
+        return EXIT_OK if found.fits(arguments.fit) else EXIT_FAILED
+    given = unchecked_config(composed)
+    config = settled(given, torch.device("cuda"))
+    trained = told(asdict(config), asdict(given), has_mode=not config.knows_no_log_probs())
+    print(f"{found}\n\ntrains\n{trained}")
+    return EXIT_OK
+
+
+def planned(given: Config, processes: int, nodes: int, fit: float | None) -> Plan | Proposal:
+    """Plans a run on processes, or with `fit` proposes settings for a card of so many GiB."""
     if processes < 1:
         raise ValueError(f"--processes {processes}: give at least 1")
     if nodes < 1 or processes % nodes:
         raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
-    if arguments.fit is not None and not arguments.fit > 0:
-        raise ValueError(f"--fit {arguments.fit:g}: give the GiB of a card, above 0")
-    given = to_config(composed, num_processes=processes)
+    if fit is not None and not fit > 0:
+        raise ValueError(f"--fit {fit:g}: give the GiB of a card, above 0")
+    check_settings(given, processes)
     config = settled(given, torch.device("cuda"))
     job = job_of(config, processes, config_folder() / "architectures", nodes=nodes)
-    if arguments.fit is None:
-        trained = told(asdict(config), asdict(given), has_mode=not config.knows_no_log_probs())
-        print(f"{make_plan(job)}\n\ntrains\n{trained}")
-        return EXIT_OK
-    proposal = Fitter(job).fit(arguments.fit)
-    print(f"{config.trainer.experiment_name} {proposal.told(arguments.fit)}")
-    return EXIT_OK if proposal.fits(arguments.fit) else EXIT_FAILED
+    return make_plan(job) if fit is None else Fitter(job).fit(fit)

@@ -93,6 +93,7 @@ _READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Row]]]] = {
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }
+PROMPT_FILES = tuple(_READERS)  # how their names end
 
 
 def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,11 @@ def launched_processes() -> int | None:
     return None if announced is None else int(announced)
 
 
+def is_first() -> bool:
+    """Returns whether this process is the only one, or the first that a launcher has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def is_child() -> bool:
     """Returns whether `launch` has started this process."""
     return _channel() is not None

@@ -12,7 +12,7 @@ from typing import Self
 
 from tqdm import tqdm
 
-from flowgrpo_rc.distributed.child import is_child
+from flowgrpo_rc.distributed.child import is_child, is_first
 
 # A user's, a closed terminal's, and Slurm's before its time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -73,7 +73,7 @@ class StopRequest:
 
 def _say_stopping() -> None:
     """Tells the user, of several processes once, that a signal has come."""
-    if is_child() or os.environ.get("RANK", "0") != "0":
+    if is_child() or not is_first():
         return
     try:
         tqdm.write(_SAID, file=sys.stderr)  # above a progress bar, if there is one

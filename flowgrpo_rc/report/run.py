@@ -51,16 +51,16 @@ def report_page(run_dir: Path, *, live: bool = False) -> str:
     environment = folder.environment(run_dir)
     with blaming(f"{run_dir}: config.yaml or environment.json"):
         told = facts(config, environment, rows)
-    outcome, progress = _outcome(rows, folder.setting(config, "trainer.total_training_steps"))
+    headline, progress = outcome(rows, folder.setting(config, "trainer.total_training_steps"))
     reward, rewards = _rewards(rows)
     return render(
         "run.html",
         live=live,
         title=folder.title(run_dir, config),
-        outcome=outcome,
+        outcome=headline,
         progress=progress,
         facts=told,
-        tiles=_tiles(rows),
+        tiles=tiles(rows),
         samples=folder.first_and_last_samples(run_dir),
         reward=reward,
         rewards=rewards,
@@ -78,7 +78,8 @@ def report_page(run_dir: Path, *, live: bool = False) -> str:
     )
 
 
-def _outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
+def outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
+    """Returns the held-out reward before and after training, and the steps, as sentences."""
     steps = rows[-1]["step"] if rows else 0
     progress = f"Training steps: {steps}"
     if total_steps not in (None, steps):
@@ -86,34 +87,35 @@ def _outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
     evaluations = known(points_of(rows, "val/reward"))
     if len(evaluations) > 1:
         return f"Held-out reward {_change(evaluations[0], evaluations[-1])}", progress
-    outcome = "Not evaluated yet"
+    found = "Not evaluated yet"
     if evaluations:
-        outcome = f"Held-out reward {evaluations[0]:.4f}, evaluated once"
+        found = f"Held-out reward {evaluations[0]:.4f}, evaluated once"
     trained = ends(rows, "reward/mean")
     if trained:
-        outcome += f"; training reward {_change(*trained)}"
-    return outcome, progress
+        found += f"; training reward {_change(*trained)}"
+    return found, progress
 
 
 def _change(first: float, last: float) -> str:
     return f"{first:.4f} \u2192 {last:.4f} ({last - first:+.4f})"
 
 
-def _tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    tiles = []
+def tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Returns the numbers to be seen first: names and values, before and after training."""
+    found = []
     for name in distinct(rows, "val/", "val/reward"):
         pair = ends(rows, name)
         if pair is not None and name != "val/std" and pair != _NO_FAILURE.get(name):
             first, last = pair
             text = f"{first:.3f} \u2192 {last:.3f}" if first != last else f"{last:.3f}"
-            tiles.append((f"held-out {name.removeprefix('val/')}", text))
+            found.append((f"held-out {name.removeprefix('val/')}", text))
     if speeds := known(points_of(rows, "perf/samples_per_second")):
-        tiles.append(("training samples per second", f"{fmean(speeds):.1f}"))
+        found.append(("training samples per second", f"{fmean(speeds):.1f}"))
     if memory := known(points_of(rows, "perf/peak_memory_gib")):
-        tiles.append(("peak memory, GiB", f"{max(memory):.2f}"))
+        found.append(("peak memory, GiB", f"{max(memory):.2f}"))
     if seconds := sum(phases(rows).values()):
-        tiles.append(("measured time", _duration(seconds)))
-    return tiles
+        found.append(("measured time", _duration(seconds)))
+    return found
 
 
 def _rewards(rows: Sequence[Row]) -> tuple[Chart, list[Chart]]:

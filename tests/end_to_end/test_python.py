@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+import yaml
 from support.runs import Train, final_state
 
 import flowgrpo_rc
 from flowgrpo_rc import Prompt, Run
-from flowgrpo_rc.api import override_lines
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.from_python import override_lines
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.data.prompts import read_prompts
+from flowgrpo_rc.records import progress
 from flowgrpo_rc.rewards.function import give
 
 
@@ -40,6 +47,68 @@ def test_python_and_the_command_line_train_the_same(
     assert run.report().is_file()
     with pytest.warns(UserWarning, match=r"nothing was trained: .* holds a finished run"):
         flowgrpo_rc.train(overrides)
+
+
+def test_a_bar_shows_a_run_that_somebody_watches(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flowgrpo_rc.api.is_seen", lambda: True)
+    shown = partial(progress.tqdm, disable=False)  # tests run without bars
+    monkeypatch.setattr(progress, "tqdm", shown)
+    flowgrpo_rc.train(overrides)
+    bar = capsys.readouterr().out
+    assert bar.count("loading: ") == 1
+    assert re.search(r"training: 100%.* 2/2 \[\d\d:\d\d<.* reward=\S+, loss=\S+\]", bar)
+    flowgrpo_rc.train([*overrides, "trainer.output_dir=silent"], verbose=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_shows_its_numbers_and_pictures(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {key: yaml.safe_load(value) for key, _, value in (o.partition("=") for o in overrides)}
+    texts = ["<script>alert(1)", "a cat & co", "a dog", "a car", "a sea"]
+    run = flowgrpo_rc.train(given | {"data.val_files": texts, "trainer.max_time": 1e-3})
+    shown = repr(run)
+    assert shown.startswith(f"<Run {run.folder}: Held-out reward {run.before['reward']:.4f}, eval")
+    assert "; Training steps: 1 of 2; " in shown
+    assert shown.endswith(f"LoRA: {run.lora}; stopped early: trainer.max_time is over>")
+    assert {name: len(images) for name, images in run.images.items()} == {"before": 5}
+    assert run.images["before"][1].info["subject"] == texts[1]
+    assert max(run.images["before"][1].size) == 128
+    html = run._repr_html_()
+    assert html.count("<img ") == 4
+    assert "<script>" not in html
+    assert "&lt;script&gt;alert(1)" in html
+    assert f"LoRA: {run.lora}" in html
+    assert run.metrics._repr_html_() is None
+    pandas = ModuleType("pandas")
+    pandas.__spec__ = ModuleSpec("pandas", None)
+    pandas.DataFrame = list  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    assert run.metrics.to_pandas() == run.metrics
+
+
+def test_the_other_commands_return_what_they_print(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = Run(trained()), trained("trainer.seed=1")
+    capsys.readouterr()
+    assert {name: len(images) for name, images in run.images.items()} == {"before": 8, "after": 8}
+    found = flowgrpo_rc.evaluate(run)
+    assert found.base["reward"] == pytest.approx(run.before["reward"])
+    assert found.lora["reward"] == pytest.approx(run.after["reward"])
+    page = flowgrpo_rc.compare(run, other, out=tmp_path / "both.html")
+    assert page.read_text().lower().startswith("<!doctype html>")
+    file = flowgrpo_rc.export(run, tmp_path / "lora")
+    assert file.read_bytes() == (run.lora / file.name).read_bytes()
+    plan = flowgrpo_rc.plan({"data.train_batch_size": 8})
+    proposal = flowgrpo_rc.plan({"data.train_batch_size": 8}, fit=24)
+    assert capsys.readouterr().out == ""
+    assert main(["plan", "data.train_batch_size=8"]) == 0
+    assert capsys.readouterr().out.startswith(f"{plan}\n")
+    assert main(["plan", "data.train_batch_size=8", "--fit", "24"]) == 0
+    assert " ".join(proposal.overrides) in capsys.readouterr().out
 
 
 class Dataset:

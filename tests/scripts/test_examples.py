@@ -140,16 +140,21 @@ def notebook_of(name: str) -> nbformat.NotebookNode:
     return notebook
 
 
-def test_the_notebook_trains_with_a_function_of_its_cell(tmp_path: Path) -> None:
+def test_the_notebook_trains_with_a_function_of_its_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TQDM_DISABLE")  # tests run without bars
     notebook = notebook_of("own_reward.ipynb")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     code[0].source = f"FOLDER = {str(tmp_path / 'run')!r}\nSTEPS = 2"
     NotebookClient(notebook, timeout=None, kernel_name="python3").execute()
     shown = [output for cell in code for output in cell.outputs]
     texts = "".join(output.get("text", "") for output in shown if output.get("name") == "stdout")
-    assert re.search(r"step 2: reward 0\.1\d\d\nheld-out words: 0\.16\d before", texts)
+    assert re.search(r"training: 100%.* 2/2 .*held-out reward=0\.\d+, reward=0\.1\d+, loss=", texts)
     assert "Loading" not in texts
-    assert len([1 for output in shown if "image/png" in output.get("data", {})]) == 2
+    (html,) = (out["data"]["text/html"] for out in shown if "text/html" in out.get("data", {}))
+    assert re.search(r"Held-out reward 0\.16\d+ \u2192 0\.\d+ ", html)
+    assert html.count('<img alt="') == 8
 
 
 def test_the_notebook_compares_a_lora_in_stock_diffusers(tmp_path: Path) -> None:

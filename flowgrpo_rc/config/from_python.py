@@ -1,0 +1,179 @@
+"""What Python gives in place of a command line: arguments, overrides by key, prompts, callbacks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.data.readers import PROMPT_FILES
+from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.plugins import did_you_mean, install_hint
+from flowgrpo_rc.records.checkpoint import CheckpointError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Overrides = Sequence[str] | Mapping[str, Any]
+# Names that other libraries have for an argument.
+_OTHER_NAMES = {"overrides": "config", "settings": "config", "args": "config"}
+# A word that Hydra reads as the text that it is.
+_PLAIN_TEXT = re.compile(r"(?!(null|true|false|inf|nan)$)[A-Za-z][\w/.:-]*", re.IGNORECASE)
+# Key of prompts, and the part of a dataset of the Hub that is taken unless its id names one.
+_SPLITS = {"data.train_files": "train", "data.val_files": "test"}
+# A text of a list that is meant as a path, whether it is there or not.
+_PATH = re.compile(r"[\w.~-]*/[\w./~-]*|[\w.-]+\.\w{1,8}")
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::(.+))?")
+
+
+def public_call(call: Callable[P, T]) -> Callable[P, T]:
+    """Checks the names of arguments, and raises what is wrong input as one line, without causes."""
+    known = [*inspect.signature(call).parameters]
+
+    @functools.wraps(call)
+    def called(*args: P.args, **given: P.kwargs) -> T:
+        for name in given.keys() - known:
+            near = did_you_mean(_OTHER_NAMES.get(name, name), known)
+            raise TypeError(
+                f"{call.__name__} has no argument {name!r}{near}; help({call.__name__}) lists them"
+            )
+        try:
+            return call(*args, **given)
+        except (ValueError, CheckpointError) as error:
+            raise error.with_traceback(None) from None
+
+    return called
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raises ValueError unless all are functions that take a step and its metrics."""
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise ValueError(f"callbacks={callbacks!r}: give a list of functions (step, metrics)")
+    for callback in callbacks:
+        try:
+            inspect.signature(callback).bind(0, {})
+        except TypeError as error:
+            raise ValueError(f"callbacks: {callback!r} gets (step, metrics): {error}") from error
+
+
+def override_lines(overrides: Overrides) -> list[str]:
+    """Returns overrides as the command line has them.
+
+    Args:
+      overrides: lines, or values by dotted key. A text is taken as it is, whatever it holds.
+
+    Raises:
+      ValueError: one text in place of a list, or a value that no setting can have.
+    """
+    if isinstance(overrides, str):
+        raise ValueError(f"config={overrides!r}: give a list of overrides, such as [{overrides!r}]")
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_written(key, value)}" for key, value in overrides.items()]
+    return list(overrides)
+
+
+def _written(key: str, value: Any) -> str:
+    """Returns a value in Hydra's grammar."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    if isinstance(value, str | Path):
+        text = str(value)
+        if _PLAIN_TEXT.fullmatch(text):
+            return text
+        # Hydra unescapes backslashes only in front of a quote or at the end.
+        escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+        return f"'{escaped}'"
+    if isinstance(value, Mapping):
+        inner = ",".join(f"{name}:{_written(key, item)}" for name, item in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, Sequence):
+        inner = ",".join(_written(key, item) for item in value)
+        return f"[{inner}]"
+    raise ValueError(
+        f"{key}={value!r}: a setting is a text, a number, true or false, null, a list or a mapping"
+    )
+
+
+def given_prompts(overrides: Overrides) -> dict[str, str]:
+    """Returns prompts that are no paths, as lines of JSON by the name of their key."""
+    found = {}
+    given = overrides if isinstance(overrides, Mapping) else {}
+    for key in _SPLITS:
+        rows = _rows(key, given.get(key))
+        try:
+            lines = [json.dumps(dict(row), ensure_ascii=False) for row in rows]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{key}: its rows must be mappings of plain data: {error}") from error
+        if lines:
+            found[key] = "\n".join(lines)
+    return found
+
+
+def with_prompts(config: Config, prompts: Mapping[str, str]) -> Config:
+    """Writes prompts into the run's folder and returns the settings with their files.
+
+    A file is named after its content: prompts of a call that is refused replace none of the run's.
+    """
+    data = replace(config.data)
+    for key, lines in prompts.items():
+        name = key.removeprefix("data.")
+        digest = hashlib.sha256(lines.encode()).hexdigest()
+        folder = Path(config.trainer.output_dir).expanduser() / "prompts"
+        file = folder / f"{name}_{digest[:8]}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, lines.encode())
+        setattr(data, name, str(file))
+    return replace(config, data=data)
+
+
+def _rows(key: str, given: Any) -> list[Mapping[str, Any]]:
+    """Returns the rows of prompts; [] for paths, which stay what they are."""
+    if isinstance(given, str) and (match := _HUB_ID.fullmatch(given)) and not _is_file(given):
+        given = _from_hub(key, match[1], match[2] or _SPLITS[key])
+    if given is None or isinstance(given, str | Path):
+        return []
+    rows = list(given)
+    texts = [str(row) for row in rows if isinstance(row, str | Path)]
+    files = [text for text in texts if _PATH.fullmatch(text) or _is_file(text)]
+    if files and len(files) == len(rows):
+        return []
+    if isinstance(given, list | tuple) and not files:
+        rows = [{"prompt": row} if isinstance(row, str) else row for row in rows]
+    for row in files or rows:
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"{key}: give files, or a list of texts, or rows such as {{'prompt': ...}}, here "
+                f"of a {type(given).__name__}; {row!r} does not fit"
+            )
+    return rows
+
+
+def _is_file(text: str) -> bool:
+    """Returns whether a text ends as prompt files do, or is the path of something."""
+    path = os.path.expanduser(text)  # that of Path raises for other texts that begin with ~
+    return Path(path).suffix in PROMPT_FILES or os.path.exists(path)
+
+
+def _from_hub(key: str, name: str, split: str) -> Iterable[Any]:
+    try:
+        from datasets import load_dataset
+
+        rows: Iterable[Any] = load_dataset(name, split=split)
+    # The border to the library, which raises what it likes.
+    except Exception as error:
+        missing = isinstance(error, ImportError)
+        why = install_hint("datasets") if missing else " ".join(str(error).split())
+        raise ValueError(
+            f"{key}={name}: no such file or folder, nor part {split!r} of a dataset of the Hub "
+            f"({name}:PART names another): {why}"
+        ) from error
+    return rows

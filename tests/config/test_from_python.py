@@ -1,0 +1,133 @@
+"""What Python gives in place of a command line: names of arguments, prompts and callbacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import flowgrpo_rc
+from flowgrpo_rc import Run
+from flowgrpo_rc.config.from_python import given_prompts
+
+KEY = "data.train_files"
+ROWS = [{"prompt": "a red car", "target": "x"}, {"prompt": "a blue dog", "target": "y"}]
+
+
+class Table:
+    """Gives the names of its columns, as a table of pandas does."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("prompt", "target"))
+
+
+@pytest.mark.parametrize("texts", [["a red car", "K9Q", "1+2="], ("Halt! Stop.", "e.g. a cat")])
+def test_prompts_may_be_texts(texts: list[str]) -> None:
+    lines = given_prompts({KEY: texts})[KEY].splitlines()
+    assert [json.loads(line) for line in lines] == [{"prompt": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    ["my prompts.txt", Path("prompts"), ["a.txt", "my b.jsonl"], ["wrong.tx"], ["data/prompts"]],
+)
+def test_paths_stay_paths(paths: object) -> None:
+    assert given_prompts({KEY: paths}) == {}
+    assert given_prompts([f"{KEY}={paths}"]) == {}
+
+
+def test_what_is_there_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words").mkdir()
+    assert given_prompts({KEY: ["words"]}) == {}
+    assert given_prompts({KEY: ["others"]}) != {}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["a red car", "b.txt"], r"'b\.txt' does not fit"),
+        ({"train": ROWS, "test": ROWS}, r"here of a dict; 'train' does not fit"),
+        (Table(), r"here of a Table; 'prompt' does not fit"),
+        ([{"prompt": "a"}, 3], r"here of a list; 3 does not fit"),
+    ],
+)
+def test_other_prompts_are_refused(given: object, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data\.train_files: give files, .*{words}"):
+        given_prompts({KEY: given})
+
+
+def test_prompts_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"^data\.val_files=a/b: no such file .*pip install"):
+        given_prompts({"data.val_files": "a/b"})
+
+    def load_dataset(name: str, *, split: str) -> list[dict[str, str]]:
+        if name == "a/none":
+            raise ConnectionError("no\nnetwork")
+        return [{"prompt": f"{name} {split}"}]
+
+    library = ModuleType("datasets")
+    library.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    given = {KEY: "a/b", "data.val_files": "a/b.c:train[:10]"}
+    assert given_prompts(given) == {
+        KEY: '{"prompt": "a/b train"}',
+        "data.val_files": '{"prompt": "a/b.c train[:10]"}',
+    }
+    with pytest.raises(ValueError, match=r"part 'train' of a dataset .*a/none:PART.*: no network$"):
+        given_prompts({KEY: "a/none"})
+
+
+NAMES: tuple[tuple[Callable[..., object], str, str], ...] = (
+    (flowgrpo_rc.train, "reward", "did you mean 'rewards'"),
+    (flowgrpo_rc.train, "callback", "did you mean 'callbacks'"),
+    (flowgrpo_rc.train, "overrides", "did you mean 'config'"),
+    (flowgrpo_rc.plan, "fits", "did you mean 'fit'"),
+    (Run.resume, "config_name", r"resume has no argument 'config_name'; help\(resume\) lists"),
+)
+
+
+@pytest.mark.parametrize(("call", "name", "words"), NAMES)
+def test_a_misspelt_argument(call: Callable[..., object], name: str, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call(**{name: 3})
+
+
+CALLBACKS = (
+    (print, "give a list"),
+    ([3], "give a list"),
+    ([lambda step: None], r"gets \(step, metrics\): too many positional"),
+)
+
+
+@pytest.mark.parametrize(("callbacks", "words"), CALLBACKS)
+def test_callbacks_are_checked_before_anything_is_composed(callbacks: object, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^callbacks.*{words}"):
+        flowgrpo_rc.train({"no.such_key": 1}, callbacks=callbacks)  # type: ignore[arg-type]
+
+
+CALLS: tuple[Callable[[], object], ...] = (
+    lambda: flowgrpo_rc.train({"rolout.n": 8}),
+    lambda: flowgrpo_rc.train({"model.path": "a/b/c"}),
+    lambda: flowgrpo_rc.evaluate("nowhere"),
+    lambda: flowgrpo_rc.compare("nowhere"),
+    lambda: flowgrpo_rc.plan(fit=-1),
+    lambda: flowgrpo_rc.export("nowhere", "out"),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_wrong_input_reaches_a_notebook_without_its_causes(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"\w") as refused:
+        call()
+    assert refused.value.__cause__ is None
+    assert refused.value.__suppress_context__
+    names = [frame.name for frame in traceback.extract_tb(refused.value.__traceback__)]
+    assert names[-1] == "called"
+    assert len(names) == 3  # this function, the lambda and the edge of the package
