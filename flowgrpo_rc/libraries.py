@@ -132,6 +132,9 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
         raise ValueError(f"{where}: {name} is {found} in {file}, and has to be {own} in a {kind}")
     if unknown:
         raise ValueError(f"{where}: {file} holds {_first(unknown)}, which no {kind} has")
+    whole = [name for each in files for name in _integers(each)]
+    if whole:
+        raise ValueError(f"{where}: {file} holds {_first(whole)} in integers, which are no weights")
     # A sum is finite only if all of its numbers are, and needs no mask of their size.
     sums = {name: one.sum(dtype=torch.float32) for name, one in model.named_parameters()}
     odd = [name for name, total in sums.items() if not total.isfinite()]
@@ -176,6 +179,16 @@ def _variant(names: Iterable[str]) -> str | None:
     if len(found) > 1:
         raise ValueError(f"it has weights of the variants {', '.join(sorted(found))}: keep one")
     return found.pop()
+
+
+def _integers(file: Path) -> list[str]:
+    """Returns the names of weights that a file holds as integers; libraries cast them."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as stored:
+        names = [name for name in stored.keys() if name.endswith("weight")]  # noqa: SIM118
+        kinds = {name: stored.get_slice(name).get_dtype() for name in names}
+    return [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]
 
 
 def _is_whole(file: Path) -> bool:

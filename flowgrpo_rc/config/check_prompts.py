@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 # Prompts that are asked together, whether a reward needs their targets, and how one is named.
+_UNKNOWN = "have letters that {} does not know, so it reads all of them alike"
 _Asked = tuple[Sequence[Prompt], bool, Callable[[Prompt], str]]
 
 
@@ -65,7 +66,8 @@ def check_texts(
     tokenizer = load_tokenizer(config.model)
     first = ""
     for read, _, where in asked:
-        unknown = []
+        unknown, alike = [], []
+        texts: dict[tuple[int, ...], Prompt] = {}  # the first prompt with these tokens
         for prompt in read:
             try:
                 ids = token_ids(tokenizer, prompt.said, template, max_length=rollout.prompt_length)
@@ -74,7 +76,10 @@ def check_texts(
             first = first or shown_tokens(tokenizer, ids)
             if _has_unknown(tokenizer, ids):
                 unknown.append(prompt)
-        _warn_of_unknown(unknown, read, "the tokenizer", where)
+            elif texts.setdefault(tuple(ids), prompt).said != prompt.said:
+                alike.append(prompt)
+        _warn(alike, read, "become the same tokens as another prompt", where)
+        _warn(unknown, read, _UNKNOWN.format("the tokenizer"), where)
     return first
 
 
@@ -109,7 +114,7 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
             texts = [prompt.text for prompt in read]
             rows_of_ids = zip(read, tokenizer(texts).input_ids, strict=True)
             unknown = [prompt for prompt, ids in rows_of_ids if _has_unknown(tokenizer, ids)]
-            _warn_of_unknown(unknown, read, name, where)
+            _warn(unknown, read, _UNKNOWN.format(name), where)
             cut = _cut(model, tokenizer, most, texts)
             cut_by_all &= set(cut)
             without = _cut(model, tokenizer, most, negatives) if guided else []
@@ -137,15 +142,12 @@ def _has_unknown(tokenizer: Any, ids: Sequence[int]) -> bool:
     return unknown is not None and unknown != tokenizer.eos_token_id and unknown in ids
 
 
-def _warn_of_unknown(
-    found: Sequence[Prompt], read: Sequence[Prompt], name: str, where: Callable[[Prompt], str]
+def _warn(
+    found: Sequence[Prompt], read: Sequence[Prompt], words: str, where: Callable[[Prompt], str]
 ) -> None:
     if found:
-        logger.warning(
-            "%d of %d prompts have letters that %s does not know, so it reads all of them alike; "
-            "the first is %s",
-            *(len(found), len(read), name, where(found[0])),
-        )
+        counts = (len(found), len(read))
+        logger.warning("%d of %d prompts %s; the first is %s", *counts, words, where(found[0]))
 
 
 def _cut(model: FlowModel, tokenizer: Any, most: int, texts: Sequence[str]) -> list[int]:

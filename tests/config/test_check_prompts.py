@@ -245,6 +245,11 @@ def test_letters_that_a_tokenizer_does_not_know_are_counted(
     said = "2 of 8 prompts have letters that the tokenizer does not know, so it reads all of them"
     assert f"{said} alike; the first is data.train_files: {file}, line 4" in caplog.text
     caplog.clear()
+    assert (
+        main(["train", "--dry-run", *chats, "model.chat_template_kwargs.chat_template='1='"]) == 0
+    )
+    assert "7 of 8 prompts become the same tokens as another prompt; the first is" in caplog.text
+    caplog.clear()
     # T5's vocabulary lacks the letter, and CLIP's has every byte.
     file = tmp_path / "p.txt"
     file.write_text('a "HI"\na 猫 with "ME"\n')

@@ -63,6 +63,9 @@ def damage(file: Path, how: str) -> str:
         case "not finite":
             tensors[name] = torch.full_like(tensors[name], torch.nan)
             words = f"{told} holds numbers that are not finite in {name}"
+        case "integers":
+            tensors[name] = tensors[name].to(torch.int8)
+            words = f"{told} holds {name} in integers"
         case "missing":
             del tensors[name]
             words = rf"{told} lacks .*{name}"
@@ -97,7 +100,7 @@ def test_every_component_of_every_pipeline_has_to_have_its_weights(
     "how",
     [
         *("missing", "unexpected", "misshapen", "cut", "pointer", "pickled"),
-        *("quantized", "not finite"),
+        *("quantized", "not finite", "integers"),
     ],
 )
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
