@@ -26,7 +26,7 @@ from flowgrpo_rc.config.rows import table
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.libraries import quiet
-from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.metrics_file import MetricsFile, held_out
 from flowgrpo_rc.records.progress import ProgressBar, is_seen
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.streams import lasting_streams
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from flowgrpo_rc.planning.plan import Plan
 
 RewardTerms = Mapping[str, Score | Mapping[str, Any]] | Sequence[Score]
-_HELD_OUT = "val/"
 
 
 class Metrics(list[dict[str, Any]]):
@@ -166,15 +165,7 @@ class Run:
         return RunFolder(self.folder)
 
     def _evaluations(self) -> list[dict[str, float]]:
-        return [
-            {
-                name.removeprefix(_HELD_OUT): value
-                for name, value in row.items()
-                if name.startswith(_HELD_OUT)
-            }
-            for row in self.metrics
-            if f"{_HELD_OUT}reward" in row
-        ]
+        return [held_out(row) for row in self.metrics if "val/reward" in row]
 
 
 @public_call

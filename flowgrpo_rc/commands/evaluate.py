@@ -15,6 +15,7 @@ from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.evaluation.suite_runner import TOTAL, SuiteResult
 from flowgrpo_rc.models.lora import reference_policy
+from flowgrpo_rc.records.metrics_file import held_out
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.suite_files import BASE, TUNED, sample_stem, write_suite_result
 from flowgrpo_rc.report.run import write_report
@@ -68,11 +69,7 @@ def _evaluate_held_out(config: Config, *, quiet: bool) -> RunScores:
     finally:
         rewards.close()
     make_console(config, processes, quiet=quiet).final_table(before, after)
-    return RunScores(_held_out(before), _held_out(after))
-
-
-def _held_out(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name.removeprefix("val/"): value for name, value in metrics.items()}
+    return RunScores(held_out(before), held_out(after))
 
 
 def _evaluate_by_suites(

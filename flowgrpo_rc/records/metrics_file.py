@@ -102,6 +102,11 @@ class MetricsFile:
         os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
 
+def held_out(row: Mapping[str, float]) -> dict[str, float]:
+    """Returns the held-out metrics of a row, by their names without `val/`."""
+    return {name[4:]: value for name, value in row.items() if name.startswith("val/")}
+
+
 def as_json(value: Any) -> Any:
     """Returns a value that JSON can hold: None for a number that is not finite."""
     if value is None or isinstance(value, str | int | list):
