@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.runs import Train, read_rows, stopped_and_whole
 
+import flowgrpo_rc
 from flowgrpo_rc.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -78,6 +79,12 @@ def test_evaluate_agrees_with_the_training(
     assert found["change"]["mean"] == pytest.approx(last["suite/few_words/change"], abs=1e-12)
     assert found["tuned"]["mean"] == pytest.approx(last["suite/few_words/reward"], abs=1e-12)
     assert "Suite few_words: 24 prompts, 1 samples" in (gamed / "run" / "report.html").read_text()
+    scores = flowgrpo_rc.evaluate("run", suites=["few_words.yaml"], trust=True)
+    change = scores.suites["few_words"].comparisons["reward"].change
+    assert change.mean == pytest.approx(found["change"]["mean"], abs=1e-12)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match=r"saturation:saturation.*trust=True"):
+        flowgrpo_rc.evaluate("run", suites=["few_words.yaml"])
 
 
 def test_a_run_that_goes_on_gets_the_same_answers(
