@@ -25,8 +25,8 @@ from flowgrpo_rc.rewards.manager import requires_target
 logger = logging.getLogger(__name__)
 
 
-# Prompts that are asked together, whether a reward needs their targets, and how one is named.
 _UNKNOWN = "have letters that {} does not know, so it reads all of them alike"
+# Prompts that are asked together, whether a reward needs their targets, and how one is named.
 _Asked = tuple[Sequence[Prompt], bool, Callable[[Prompt], str]]
 
 
