@@ -224,7 +224,13 @@ def _best_on_old(cells: Mapping[str, Cell]) -> bool:
 
 
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
-    "ladder_runs": lambda cells: str(len(cells)),
+    "ladder_runs": lambda cells: str(
+        sum(
+            len(runs)
+            for (on, arm), runs in grouped(cells).items()
+            if on in RUNGS and arm in CLIMBERS
+        )
+    ),
     "ladder_seeds": seeds,
     "ladder_deviations": _widest,
     "ladder_reference": reference,
