@@ -22,7 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.config_files import (
     CORRECTION,
-    FREE_FORM,
     ConfigFile,
     ConfigFiles,
     check_keys,
@@ -38,8 +37,10 @@ from flowgrpo_rc.config.setting import Setting
 from flowgrpo_rc.config.translate import is_whole_command, translate
 from flowgrpo_rc.config.translate_correction import rollout_correction
 from flowgrpo_rc.config.tree import (
+    FREE_FORM,
     Config,
     register_asset_resolver,
+    replaces,
     typed_tree,
     updates_of_steps,
 )
@@ -120,8 +121,11 @@ def compose_all(
     correction = _correction_of(each for each in parsed if is_correction(each.key))
     others = [each for each in parsed if not is_correction(each.key)]
     check_keys({each.key: each.value for each in others if not each.line.startswith("~")}, groups)
-    lines = [_free_form(each.line) for each in others]
+    joining, replacing = _split(others)
+    lines = [_free_form(each.line) for each in joining]
     composed = _compose(file, lines, files.homes[file.name], folders)
+    for each in replacing:
+        OmegaConf.update(composed, each.key, each.value, merge=False, force_add=True)
     config, notes = _translated(composed, file, correction)
     # A note is such as `use_tis -> rollout_is=token`.
     translated = [Row(TRANSLATED, *note.partition(" -> ")[::2]) for note in notes]
@@ -219,6 +223,7 @@ def _translated(
     config, notes = rollout_correction([*file.chosen_corrections(), from_groups, correction])
     try:
         typed = OmegaConf.merge(typed_tree(), tree)
+        typed.reward.terms = tree["reward"]["terms"]  # without those of the dataclass
         typed.algorithm.rollout_correction = config
     except OmegaConfBaseException as error:
         raise ValueError(_first_cause(error)) from error
@@ -272,6 +277,31 @@ def _free_form(override: str) -> str:
     return f"++{override}" if override.startswith((*FREE_FORM, *whole_sections)) else override
 
 
+def _split(settings: Iterable[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """Returns the settings that Hydra joins to the files, and those that it must not join.
+
+    The latter are the mappings that replace what a section held, and what refines them afterwards.
+    """
+    joining: list[Setting] = []
+    replacing: list[Setting] = []
+    for each in settings:
+        if replaces(each.key, each.value):
+            joining, replacing = (
+                [other for other in others if not _is_below(other, each)]
+                for others in (joining, replacing)
+            )
+            replacing.append(each)
+        elif any(_is_below(each, other) for other in replacing):
+            replacing.append(each)
+        else:
+            joining.append(each)
+    return joining, replacing
+
+
+def _is_below(one: Setting, other: Setting) -> bool:
+    return f"{one.key}.".startswith(f"{other.key}.")
+
+
 def _parse(overrides: Sequence[str]) -> list[Setting]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
@@ -294,6 +324,8 @@ def _plain(value: Any) -> Any:
     """Returns a parsed value without Hydra's own types."""
     if isinstance(value, QuotedString):
         return value.text
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 

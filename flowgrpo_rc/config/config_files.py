@@ -16,14 +16,8 @@ from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.rows import TRANSLATED, Row
 from flowgrpo_rc.config.setting import PREFIX, foreign, mapping_of
 from flowgrpo_rc.config.translate import is_whole_command, translate_tree, values_of
-from flowgrpo_rc.config.tree import known_keys
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
+from flowgrpo_rc.config.tree import FREE_FORM, known_keys
 
-# Sections whose keys the user names: rewards, options of an engine, options of a loss.
-FREE_FORM = (
-    *("reward.terms.", "rollout.engine_kwargs.", "model.chat_template_kwargs."),
-    *(f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}."),
-)
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 _SELF = "_self_"

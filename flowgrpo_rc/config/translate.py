@@ -60,7 +60,10 @@ def translate(
     command is verl-omni's default.
     """
     # Of several settings of one key the last one counts, as with Hydra.
-    last = {setting.key: setting for setting in settings}
+    last: dict[str, Setting] = {}
+    for setting in settings:
+        last.pop(setting.key, None)  # its place is that of the last one, too
+        last[setting.key] = setting
     given = dict(beside or {}) | {key: setting.value for key, setting in last.items()}
     outcomes = {key: _outcome(setting, given) for key, setting in last.items()}
     lines: dict[str, tuple[str, Setting]] = {}

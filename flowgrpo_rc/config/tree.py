@@ -4,7 +4,7 @@ several of them. Defaults live in the dataclasses; `check_settings` checks them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, reduce
 from pathlib import Path
@@ -19,7 +19,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.files import plain_yaml
-from flowgrpo_rc.losses.base import DIFFUSION_KEY
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DECOUPLED_CLIP, DiffusionLossConfig, LossConfig
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
@@ -234,6 +234,18 @@ class Config:
         return updates_of_steps(self, self.trainer.total_training_steps)
 
 
+# Sections whose keys the user names: rewards, options of an engine, options of a loss.
+FREE_FORM = (
+    *("reward.terms.", "rollout.engine_kwargs.", "model.chat_template_kwargs."),
+    *(f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}."),
+)
+
+
+def replaces(key: str, value: Any) -> bool:
+    """Returns whether an override is a mapping that replaces what its key held, not joins it."""
+    return isinstance(value, Mapping) and f"{key}.".startswith(FREE_FORM)
+
+
 @cache
 def typed_tree() -> DictConfig:
     """The tree of the dataclasses with their defaults; built once, and changed by nobody."""
@@ -299,11 +311,11 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
                 del place[name]
         defaults = OmegaConf.structured(Config)
         defaults.reward.terms = {}  # the file names all rewards of the run
-        merged = OmegaConf.merge(
-            defaults,
-            assets.with_lost_references(stored),
-            OmegaConf.from_dotlist(list(overrides)),
-        )
+        merged = OmegaConf.merge(defaults, assets.with_lost_references(stored))
+        for override in overrides:
+            key = override.partition("=")[0]
+            value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+            OmegaConf.update(merged, key, value, merge=not replaces(key, value))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error

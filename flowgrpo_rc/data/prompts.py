@@ -39,7 +39,7 @@ _SPLITS = {"data.train_files": "train", "data.val_files": "test", "prompts": "te
 def read_prompts(
     paths: str | Path | Sequence[str | Path],
     *,
-    require_target: bool,
+    require_target: bool | str,
     negative_text: str = "",
     key: str = "data.train_files",
     most_images: int = 0,
@@ -61,7 +61,7 @@ def read_prompts(
 
     Args:
       paths: files or folders, one or several.
-      require_target: refuse a prompt whose target is missing or empty.
+      require_target: refuse a prompt whose target is missing or empty; a text says who needs it.
       negative_text: negative prompt of the prompts that have none.
       key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
       most_images: the most images of a prompt, which then has at least one; 0 refuses images.
@@ -189,7 +189,7 @@ def shard(
 
 
 def _prompt(
-    row: Row, where: str, index: int, require_target: bool, negative_text: str, guess: bool
+    row: Row, where: str, index: int, require_target: bool | str, negative_text: str, guess: bool
 ) -> Prompt:
     texts: dict[str, Any] = {name: row.get(name) for name in _TEXTS}
     for name, value in texts.items():
@@ -208,10 +208,11 @@ def _prompt(
             if require_target:
                 raise ValueError(f'{where}: {text!r} has {error}: give the key "target"') from error
     if require_target and (target is None or _is_blank(target)):
+        who = require_target if isinstance(require_target, str) else "the reward"
         quoted = "put the text that the image should show between double quotes, or "
         raise ValueError(
-            f"{where}: {text!r} has {'no' if target is None else 'an empty'} target; the reward "
-            f'needs one: {quoted if guess else ""}give the key "target"'
+            f"{where}: {text!r} has {'no' if target is None else 'an empty'} target; "
+            f'{who} needs one: {quoted if guess else ""}give the key "target"'
         )
     return Prompt(
         text=text,

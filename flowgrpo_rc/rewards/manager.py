@@ -132,9 +132,12 @@ def groupwise_terms(config: RewardConfig) -> list[str]:
     return [name for name, term in _build_terms(config).items() if term.reward.groupwise]
 
 
-def requires_target(config: RewardConfig) -> bool:
-    """Returns True if some reward needs a target text in every prompt."""
-    return any(term.reward.requires_target for term in _build_terms(config).values())
+def requires_target(config: RewardConfig) -> str:
+    """Returns the rewards that need a target text in every prompt, for messages; "" for none."""
+    terms = _build_terms(config).items()
+    return " and ".join(
+        f"reward.terms.{name}" for name, term in terms if term.reward.requires_target
+    )
 
 
 def needs_samples(config: RewardConfig) -> bool:
@@ -375,7 +378,9 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
     given = {str(name): term for name, term in config.terms.items() if term is not None}
     terms = {name: _build_term(name, term) for name, term in given.items()}
     if not terms:
-        raise ValueError("reward.terms is empty; give one, such as reward.terms.ocr.weight=1.0")
+        raise ValueError(
+            "reward.terms is empty: name a reward, such as reward.terms={pickscore: {weight: 1.0}}"
+        )
     if not any(term.weight for term in terms.values()):
         raise ValueError("reward.terms: every weight is 0, so there is nothing to optimize")
     if not 1 <= config.num_workers <= len(terms):
