@@ -5,6 +5,7 @@ They import no library of models, so the command line calls them before it impor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,16 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler, places_of, prompt_files, read_prompts
 from flowgrpo_rc.evaluation.suite import Suite, read_suites
 from flowgrpo_rc.models.config import INDEX_FILES
-from flowgrpo_rc.records.inputs import Input, file_input, model_inputs, prompts_input
+from flowgrpo_rc.pictures import picture_digest
+from flowgrpo_rc.records.inputs import Input, code_input, file_input, model_inputs, prompts_input
 from flowgrpo_rc.records.trackers import check_login
-from flowgrpo_rc.rewards.manager import check_images, check_needs, check_prompts, requires_target
+from flowgrpo_rc.rewards.manager import (
+    check_images,
+    check_needs,
+    check_prompts,
+    codes,
+    requires_target,
+)
 
 
 class Prompts(NamedTuple):
@@ -41,6 +49,7 @@ def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True)
         check_output(config)
     prompts = prompts_of(config)
     if trains:
+        _check_overlap(config, prompts)
         check_login(config.trainer.logger)
     check_needs(config.reward)
     for key, files, read in files_of(config, prompts):
@@ -78,6 +87,27 @@ def prompts_of(config: Config) -> Prompts:
     return Prompts(PromptSampler(train, data.train_batch_size, config.trainer.seed), held_out)
 
 
+def _check_overlap(config: Config, prompts: Prompts) -> None:
+    """Raises ValueError if held-out prompts are training prompts, unless that is allowed."""
+    if config.data.allow_overlap or config.trainer.test_freq == -1:
+        return
+    texts = {prompt.text for prompt in prompts.held_out}
+    trained = {_content(prompt) for prompt in prompts.sampler.prompts if prompt.text in texts}
+    shared = [prompt for prompt in prompts.held_out if _content(prompt) in trained]
+    if shared:
+        raise ValueError(
+            f"{len(shared)} of {len(prompts.held_out)} held-out prompts are training prompts, too, "
+            f"the first is {shared[0].text!r}: give others in data.val_files, or set "
+            "data.allow_overlap=true"
+        )
+
+
+def _content(prompt: Prompt) -> tuple[object, ...]:
+    """Returns what a model is given of a prompt."""
+    images = tuple(map(picture_digest, prompt.images))
+    return prompt.text, json.dumps(prompt.messages, default=str), images
+
+
 def files_of(config: Config, prompts: Prompts) -> Iterator[tuple[str, Any, Sequence[Prompt]]]:
     """Yields each key of prompt files, what it names, and the prompts that were read there."""
     yield "data.train_files", config.data.train_files, prompts.sampler.prompts
@@ -87,9 +117,10 @@ def files_of(config: Config, prompts: Prompts) -> Iterator[tuple[str, Any, Seque
 def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
     """Returns what is on this machine of all that a run reads, by the setting that names it.
 
-    A model from the hub counts with the files that have been fetched. The code of a plug-in, the
-    files of `data.replay_dir`, and `model.lora_path`, which a run that goes on no longer reads, are
-    left out.
+    A model from the hub counts with the files that have been fetched, a reward of the user with the
+    source of its function or class alone. The code of other plug-ins, the files of
+    `data.replay_dir`, and `model.lora_path`, which a run that goes on no longer reads, are left
+    out.
     """
     found = {
         key: prompts_input(prompt_files(files, key), read)
@@ -100,6 +131,8 @@ def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
         found |= model_inputs("model.path", model)
     for key, path in _paths_of_rewards(config):
         found |= model_inputs(key, path) if path.is_dir() else {key: file_input(path)}
+    for name, code in codes(config.reward).items():
+        found |= code_input(f"reward.terms.{name}", code)
     return found
 
 

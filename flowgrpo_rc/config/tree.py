@@ -35,6 +35,8 @@ class DataConfig:
 
     train_files: prompt files (.txt, .jsonl, .parquet) or dataset folders, one or a list of several.
     val_files: the same for the held-out prompts.
+    allow_overlap: let held-out prompts be training prompts, too; their reward is then no held-out
+        reward.
     train_batch_size: prompts of a step, of all processes together.
     negative_prompt: for prompts that bring none of their own; needs guidance.
     replay_dir: train on the trajectories that another run saved (its folder) instead of sampling.
@@ -42,6 +44,7 @@ class DataConfig:
 
     train_files: Any = None
     val_files: Any = None
+    allow_overlap: bool = False
     train_batch_size: int = 48
     negative_prompt: str = ""
     replay_dir: str | None = None

@@ -41,8 +41,8 @@ class Function(Reward):
 
     def __init__(self, *, path: str, kind: str = "any") -> None:
         self.kind = kind
-        self._score: Score = _given_at(path) if path.startswith(GIVEN) else load_function(path)
-        self._signature = _signature(self._score)
+        self.score: Score = _given_at(path) if path.startswith(GIVEN) else load_function(path)
+        self._signature = _signature(self.score)
         self._where = f"path={path!r} takes {self._signature}"
         given = [p for p in self._signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         self._required = [p.name for p in given if p.default is p.empty]
@@ -70,7 +70,7 @@ class Function(Reward):
         pairs = zip(samples, prompts, strict=True)
         once = [(samples, prompts)] if self._at_once else [([s], [p]) for s, p in pairs]
         calls = [self._arguments(*each) for each in once]
-        found = [self._score(*call.args, **call.kwargs) for call in calls]
+        found = [self.score(*call.args, **call.kwargs) for call in calls]
         return Scores(values=found[0] if self._at_once else found)
 
     def _arguments(self, samples: Any, prompts: Sequence[Prompt]) -> inspect.BoundArguments:

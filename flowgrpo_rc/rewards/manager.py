@@ -27,6 +27,7 @@ from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, check_options, load_class
 from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers, prompt_name
 from flowgrpo_rc.rewards.caller import Caller
+from flowgrpo_rc.rewards.function import Function
 from flowgrpo_rc.rewards.groups import Groups, Member, whole_groups
 
 PACKAGE = "flowgrpo_rc.rewards"
@@ -125,6 +126,16 @@ def check_prompts(
             raise ValueError(
                 f"{where[first]}: reward.terms.{name}: {faults[first]}{more}"
             ) from faults[first]
+
+
+def codes(config: RewardConfig) -> dict[str, object]:
+    """Returns the code of each term that is the user's: a function, or a class."""
+    rewards = {name: term.reward for name, term in _build_terms(config).items()}
+    return {
+        name: reward.score if isinstance(reward, Function) else type(reward)
+        for name, reward in rewards.items()
+        if isinstance(reward, Function) or not type(reward).__module__.startswith(PACKAGE)
+    }
 
 
 def groupwise_terms(config: RewardConfig) -> list[str]:

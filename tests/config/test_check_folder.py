@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import linecache
 import shutil
 import sys
 from functools import reduce
@@ -134,10 +136,39 @@ def test_weights_of_a_model_and_of_a_reward_are_compared(
     scorer.mkdir()
     (scorer / "config.json").write_text("{}")
     config = config_of(*own, f"model.path={checkpoint}")
-    config.reward.terms = {"ocr": {"weight": 1.0}, "x": {"path": str(scorer)}, "gone": None}
+    config.reward.terms = {"ocr": {"weight": 1.0}, "gone": None}
+    config.reward.terms["x"] = {"_target_": "clip", "path": str(scorer)}
     names = set(inputs_of(config, prompts_of(config_of(*own))))
     assert "model.path/transformer/diffusion_pytorch_model.safetensors" in names
     assert "reward.terms.x.path/config.json" in names
+
+
+def test_the_source_of_a_reward_of_the_user_is_compared(
+    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "def score(sample, prompt):\n    return 1.0\n"
+    source += "class Mine(Reward):\n    def __call__(self, samples, prompts): return 1\n"
+    file = tmp_path / "scores_of_mine.py"
+    top = "from flowgrpo_rc.rewards.base import Reward\n"
+    file.write_text(top + source)
+    terms = "{f: {_target_: function, path: 'scores_of_mine:score'}"
+    config = config_of(*own, f"reward.terms={terms}, c: {{_target_: scores_of_mine.Mine}}}}")
+    made(config)
+    assert goes_on(config)
+
+    def write(content: str) -> None:
+        file.write_text(top + content)
+        linecache.clearcache()
+        importlib.reload(sys.modules["scores_of_mine"])
+
+    write("OTHER = 1\n" + source)
+    assert goes_on(config)
+    for before, after, name in (("1.0", "2.0", "f"), ("return 1\n", "return 2\n", "c")):
+        write(source.replace(before, after))
+        words = rf"reward\.terms\.{name}: the content of .*scores_of_mine\.py has changed"
+        with pytest.raises(ValueError, match=words):
+            goes_on(config)
 
 
 def test_a_run_with_a_constant_learning_rate_may_become_longer(own: list[str]) -> None:

@@ -192,6 +192,7 @@ def chats(tmp_path: Path) -> list[str]:
         f"model.path={folder}",
         f"data.train_files={file}",
         f"data.val_files={file}",
+        "data.allow_overlap=true",
     ]
 
 

@@ -93,12 +93,12 @@ def test_a_prompt_that_a_reward_cannot_score_is_named_with_its_line(
     for name in ("data.train_files", "data.val_files"):
         rows = [good, bad, bad] if name == key else [good] * 3
         file = tmp_path / f"{name}.jsonl"
-        file.write_text("\n".join(json.dumps({"prompt": "x"} | row) for row in rows))
+        file.write_text("\n".join(json.dumps({"prompt": name} | row) for row in rows))
         settings.append(f"{name}={file}")
     with pytest.raises(
         ValueError, match=rf"{key}: .*jsonl, line 2: reward\.terms\.{words}"
     ) as error:
         check_inputs(config_of(*settings))
     assert str(error.value).endswith("; 1 more of 3 prompts: line 3")
-    (tmp_path / f"{key}.jsonl").write_text(json.dumps({"prompt": "x"} | good))
+    (tmp_path / f"{key}.jsonl").write_text(json.dumps({"prompt": key} | good))
     check_inputs(config_of(*settings))

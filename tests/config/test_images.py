@@ -13,6 +13,7 @@ from support.compositions import config_of
 from support.tiny_models import png
 
 from flowgrpo_rc.config.check_engine import engine_of
+from flowgrpo_rc.config.check_inputs import check_inputs
 from flowgrpo_rc.config.checks import check_run
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.qwen_image_edit import QwenImageEdit
@@ -44,6 +45,16 @@ def edits(saved: Callable[[str], Path], tmp_path: Path) -> Config:
 def test_a_size_that_the_model_does_not_take_is_said_with_its_line(edits: Config) -> None:
     with pytest.raises(ValueError, match=r"train\.jsonl, line 2: .*b\.png: Image too small: 60"):
         check_run(edits, torch.device("cpu"), trains=False)
+
+
+def test_the_same_words_about_another_picture_are_another_prompt(
+    edits: Config, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="1 of 1 held-out prompts are training prompts"):
+        check_inputs(edits)
+    (tmp_path / "c.png").write_bytes(png(np.ones((64, 64, 3), np.uint8)))
+    (tmp_path / "val.jsonl").write_text('{"prompt": "\\"X\\"", "image": "c.png"}')
+    check_inputs(edits)
 
 
 def test_a_distilled_checkpoint_takes_no_guidance(edits: Config) -> None:

@@ -113,6 +113,7 @@ def settings(workplace: Path, mode: str) -> list[str]:
         "model.lora_alpha=8",
         f"data.train_files={words}",
         f"data.val_files={words}",
+        "data.allow_overlap=true",
         "data.train_batch_size=4",
         "rollout.n=2",
         "rollout.micro_batch_size_per_gpu=null",

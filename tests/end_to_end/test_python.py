@@ -123,6 +123,7 @@ class Dataset:
 
 def test_prompts_may_be_rows_of_the_session(tmp_path: Path) -> None:
     settings: dict[str, object] = {"trainer.total_training_steps": 1, "data.train_batch_size": 4}
+    settings["data.allow_overlap"] = True
     settings |= {"actor.ppo_mini_batch_size": 4, "actor.ppo_micro_batch_size_per_gpu": 32}
     settings |= {"trainer.output_dir": tmp_path / "run", "trainer.device": "cpu"}
     texts = ["1+2=", "2+1=", "3+0=", "0+3="]

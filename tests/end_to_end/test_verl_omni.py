@@ -55,6 +55,7 @@ def test_a_published_command_trains_with_the_reward_that_it_names(
     sizes = [
         f"data.train_files={tmp_path}/train.parquet",
         f"data.val_files={tmp_path}/test.parquet",
+        "data.allow_overlap=true",
         "data.train_batch_size=2",
         f"model.path={checkpoint}",
         "model.target_modules=[to_q,to_k]",

@@ -55,6 +55,7 @@ def small_run(checkpoint: Path, prompt_file: Path, folder: Path) -> list[str]:
         "model.lora_alpha=8",
         f"data.train_files={prompt_file}",
         f"data.val_files={prompt_file}",
+        "data.allow_overlap=true",
         "data.train_batch_size=4",
         "rollout.n=2",
         "rollout.dtype=fp32",
