@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _ENGINE = "_engine"
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
+_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -112,6 +114,24 @@ def check_least(key: str, value: float | None, least: float) -> None:
         raise ValueError(f"{key}={value}: give at least {least}")
 
 
+def in_seconds(key: str, value: Any) -> Any:
+    """Returns a value with each duration, such as 2h, 90m or 1h30m, as a number of seconds.
+
+    Only keys of times may hold one: `max_time`, and those that end in `_s`. ValueError if such a
+    key holds another text that begins with a digit.
+    """
+    if isinstance(value, Mapping):
+        return {name: in_seconds(f"{key}.{name}", below) for name, below in value.items()}
+    if not isinstance(value, str) or not key.endswith(("_s", ".max_time")) or "${" in value:
+        return value
+    parts = _DURATION.findall(value)
+    if not value[:1].isdigit() or value.replace(".", "").isdigit():
+        return value
+    if "".join(map("".join, parts)) != value:
+        raise ValueError(f"{key}={value!r}: give seconds, or a duration such as 2h, 90m or 1h30m")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
 def load_function(path: str) -> Callable[..., Any]:
     """Loads a function, or another callable, by its path `my_package.my_module:name`."""
     module_name, _, name = path.partition(":")
@@ -147,6 +167,8 @@ def install_hint(extra: str) -> str:
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Returns ` (did you mean 'x'?)` with the nearest known name, or "" if none is near."""
     near = get_close_matches(name, known, n=1)
+    if not near and len(name) > 2:
+        near = sorted((one for one in known if name in one), key=len)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

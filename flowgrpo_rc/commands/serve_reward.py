@@ -9,6 +9,7 @@ import yaml
 
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.names import TOKEN_ENV
+from flowgrpo_rc.plugins import in_seconds
 from flowgrpo_rc.rewards.http.server import serve
 
 
@@ -20,7 +21,7 @@ def main(arguments: argparse.Namespace) -> int:
         if not (key and equals):
             raise ValueError(f"{option!r}: write options of the reward as key=value")
         try:
-            options[key] = yaml.safe_load(value)
+            options[key] = in_seconds(key, yaml.safe_load(value))
         except yaml.YAMLError as error:
             raise ValueError(f"{option} is no YAML of plain values: {error}") from error
     if arguments.token_env == TOKEN_ENV and TOKEN_ENV not in os.environ:

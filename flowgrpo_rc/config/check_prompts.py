@@ -175,11 +175,11 @@ def _asked(
 ) -> Iterator[_Asked]:
     """Yields the prompts of training, the held-out ones, and those of each suite."""
     if prompts is not None:
-        needs = requires_target(config.reward)
+        needs = bool(requires_target(config.reward))
         for key, paths, read in files_of(config, prompts):
             yield read, needs, partial(_place, paths, key)
     for suite in suites:
-        yield suite.prompts, requires_target(suite.reward), partial(_of_suite, suite)
+        yield suite.prompts, bool(requires_target(suite.reward)), partial(_of_suite, suite)
 
 
 def _place(paths: Any, key: str, prompt: Prompt) -> str:

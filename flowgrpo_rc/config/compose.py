@@ -46,7 +46,7 @@ from flowgrpo_rc.config.tree import (
 )
 from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
-from flowgrpo_rc.plugins import did_you_mean
+from flowgrpo_rc.plugins import did_you_mean, in_seconds
 from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
@@ -121,10 +121,13 @@ def compose_all(
     correction = _correction_of(each for each in parsed if is_correction(each.key))
     others = [each for each in parsed if not is_correction(each.key)]
     check_keys({each.key: each.value for each in others if not each.line.startswith("~")}, groups)
-    joining, replacing = _split(others)
-    lines = [_free_form(each.line) for each in joining]
+    # Hydra would join a mapping to what it replaces, so it gets neither that nor what refines it.
+    whole = [replaces(each.key, each.value) for each in others]
+    place = whole.index(True) if True in whole else len(whole)
+    later = [each for each in others[place:] if f"{each.key}.".startswith(FREE_FORM)]
+    lines = [_free_form(each.line) for each in others if each not in later]
     composed = _compose(file, lines, files.homes[file.name], folders)
-    for each in replacing:
+    for each in later:
         OmegaConf.update(composed, each.key, each.value, merge=False, force_add=True)
     config, notes = _translated(composed, file, correction)
     # A note is such as `use_tis -> rollout_is=token`.
@@ -277,45 +280,28 @@ def _free_form(override: str) -> str:
     return f"++{override}" if override.startswith((*FREE_FORM, *whole_sections)) else override
 
 
-def _split(settings: Iterable[Setting]) -> tuple[list[Setting], list[Setting]]:
-    """Returns the settings that Hydra joins to the files, and those that it must not join.
-
-    The latter are the mappings that replace what a section held, and what refines them afterwards.
-    """
-    joining: list[Setting] = []
-    replacing: list[Setting] = []
-    for each in settings:
-        if replaces(each.key, each.value):
-            joining, replacing = (
-                [other for other in others if not _is_below(other, each)]
-                for others in (joining, replacing)
-            )
-            replacing.append(each)
-        elif any(_is_below(each, other) for other in replacing):
-            replacing.append(each)
-        else:
-            joining.append(each)
-    return joining, replacing
-
-
-def _is_below(one: Setting, other: Setting) -> bool:
-    return f"{one.key}.".startswith(f"{other.key}.")
-
-
 def _parse(overrides: Sequence[str]) -> list[Setting]:
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ValueError(f"cannot read the overrides: {_first_cause(error)}") from error
+    parser = OverridesParser.create()
     found = []
-    for override in parsed:
+    for given in overrides:
+        try:
+            override = parser.parse_override(given)
+        except HydraException as error:
+            key = given.partition("=")[0]
+            raise ValueError(
+                f"{given!r} is no setting: write key=value, close each bracket and quote, and put "
+                f"a text with signs into quotes of its own, '{key}=\"a text\"'"
+            ) from error
         line, key = str(override.input_line), override.key_or_group
         if override.is_sweep_override():
             raise ValueError(
                 f"{line}: a value with commas must be a list, {key}=[a,b], or quoted twice, "
                 f"{key}='\"a,b\"'"
             )
-        value = None if override.is_delete() else _plain(override.value())
+        said = None if override.is_delete() else _plain(override.value())
+        value = in_seconds(key, said)
+        if value != said and not isinstance(value, Mapping):
+            line = f"{line.partition('=')[0]}={value}"
         found.append(Setting(line, key, value, line.partition("=")[2]))
     return found
 

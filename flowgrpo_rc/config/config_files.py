@@ -17,10 +17,12 @@ from flowgrpo_rc.config.rows import TRANSLATED, Row
 from flowgrpo_rc.config.setting import PREFIX, foreign, mapping_of
 from flowgrpo_rc.config.translate import is_whole_command, translate_tree, values_of
 from flowgrpo_rc.config.tree import FREE_FORM, known_keys
+from flowgrpo_rc.plugins import did_you_mean, in_seconds
 
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 _SELF = "_self_"
+_NO_GROUPS = {"accelerate", "architectures"}  # folders of configs/ for other programs and plans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +92,8 @@ class ConfigFiles:
         name = name.removesuffix(".yaml")
         if name not in self.homes:
             raise ValueError(
-                f"--config-name {name}: there is no such file; there are "
-                f"{', '.join(sorted(self.homes))}"
+                f"--config-name {name}: there is no such file"
+                f"{did_you_mean(name, [*self.homes])}; there are {', '.join(sorted(self.homes))}"
             )
         return self._read(name, is_start=True)
 
@@ -101,8 +103,9 @@ class ConfigFiles:
         defaults = tree.pop("defaults", None)
         if self.homes[name] == self._own:
             return self._with_parents(name, tree, defaults or [_SELF])
-        given = values_of(tree)
         try:
+            tree = {section: in_seconds(section, value) for section, value in tree.items()}
+            given = values_of(tree)
             tree, rows = translate_tree(tree, {**given, **self._beside})
             check_keys(values_of(tree))
             _join_corrections(tree)
@@ -197,17 +200,23 @@ def check_keys(values: Mapping[str, Any], groups: Collection[str] = ()) -> None:
         if is_correction(key) or key.startswith(("hydra", *FREE_FORM)) or key in groups:
             continue
         if key not in known:
-            raise ValueError(f"unknown key {key}: {_nearest(key, known)}")
+            raise ValueError(f"unknown key {key}: {_nearest(key, known, groups)}")
         below = [name for name in known if name.startswith(f"{key}.")]
         if below and not isinstance(value, Mapping):
             raise ValueError(f"{key}={value!r}: a section of keys, such as {min(below)}")
 
 
-def _nearest(key: str, known: Collection[str]) -> str:
+def _nearest(key: str, known: Collection[str], groups: Collection[str]) -> str:
+    sections = sorted({name for name in known if "." not in name} | {*groups} - _NO_GROUPS)
     theirs = {name.removeprefix(PREFIX) for name in foreign()["verl_omni"]}
     near = [
         *difflib.get_close_matches(key, known, n=1, cutoff=0.7),
-        *difflib.get_close_matches(key, {*known, *theirs}, n=1, cutoff=0.5),
+        *(difflib.get_close_matches(key, {*known, *theirs}, n=1, cutoff=0.5) if "." in key else ()),
         *(name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]),
     ]
+    if not near and "." not in key:
+        return (
+            f"there is no such section or group; there are {', '.join(sections)}, and the groups "
+            "of a --config-dir"
+        )
     return f"did you mean {near[0]}?" if near else "see --cfg job for all keys"

@@ -72,12 +72,13 @@ def translate(
         for key, line in _lines(setting, outcomes[setting.key]).items():
             before, other = lines.get(key, (line, setting))
             if other.key != setting.key and before.partition("=")[2] != line.partition("=")[2]:
-                if setting.key != key:
+                # Of a key with and without prefix the last one counts, as of any repeated key.
+                if setting.key != key and _own(setting.key) != _own(other.key):
                     raise ValueError(
                         f"{other.line} and {setting.line} both set {key}, and contradict: drop one "
                         "of them"
                     )
-                # This project's own word replaces a translated one before it.
+                # This project's own word replaces a translated one before it, too.
                 replaced[other.key] = setting.line
             lines[key] = (line, setting)
     translated = [(last[key], outcome) for key, outcome in outcomes.items() if outcome is not None]
@@ -93,6 +94,10 @@ def translate(
         },
         rows=rows,
     )
+
+
+def _own(key: str) -> str:
+    return key.removeprefix(PREFIX)
 
 
 def _lines(setting: Setting, outcome: Outcome | None) -> dict[str, str]:
@@ -141,7 +146,7 @@ def _unsaid(given: Given) -> Iterator[Row]:
 
 def _outcome(setting: Setting, given: Given) -> Outcome | None:
     """Returns what becomes of a setting; None if it is not translated."""
-    own = setting.key.removeprefix(PREFIX)
+    own = _own(setting.key)
     names = [setting.key] if own in known_keys() else [setting.key, PREFIX + own]
     for key in names:
         row = _row_of(key)

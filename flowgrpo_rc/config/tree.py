@@ -23,6 +23,7 @@ from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DECOUPLED_CLIP, DiffusionLossConfig, LossConfig
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
+from flowgrpo_rc.plugins import in_seconds
 from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.rewards.manager import RewardConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
@@ -317,8 +318,10 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         merged = OmegaConf.merge(defaults, assets.with_lost_references(stored))
         for override in overrides:
             key = override.partition("=")[0]
-            value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
-            OmegaConf.update(merged, key, value, merge=not replaces(key, value))
+            given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+            chosen = reduce(lambda tree, part: tree[part], key.split("."), given)
+            chosen = in_seconds(key, chosen)
+            OmegaConf.update(merged, key, chosen, merge=not replaces(key, chosen))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error

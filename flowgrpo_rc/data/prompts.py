@@ -72,9 +72,8 @@ def read_prompts(
       The prompts. Their `index` runs through all files.
 
     Raises:
-      ValueError: a file cannot be read, has a blank line before its last prompt or a value of a
-        wrong type, a target or an image is missing, or an image is too large or no picture. The
-        message names key, file and line.
+      ValueError: a file cannot be read or has a value of a wrong type, a target or an image is
+        missing, or an image is too large or no picture. The message names key, file and line.
     """
     files = prompt_files(paths, key)
     if not files:

@@ -5,12 +5,15 @@ The folders of flow_grpo and the columns of verl-omni are understood as well.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.reading import blaming, parse_mapping
 
+logger = logging.getLogger(__name__)
 Row = Mapping[str, object]  # column -> value
 # How the file names of a folder may go on after `train` or `test`.
 _ENDINGS = (".txt", ".jsonl", "_metadata.jsonl", ".parquet")
@@ -97,14 +100,21 @@ PROMPT_FILES = tuple(_READERS)  # how their names end
 
 
 def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
-    """Yields place and text of every line; only the end of a file may have blank lines."""
+    """Yields place and text of every line that is not blank."""
     try:
         lines = file.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{key}: {file} is not UTF-8 text ({error})") from error
+    blank = [number for number, line in enumerate(lines, start=1) if not line.strip()]
+    if blank and any(lines):
+        _say_blank(f"{key}: {file}", blank[0], len(blank))
     for number, line in enumerate(lines, start=1):
         if line.strip():
             # A file that was appended to another one may begin with a mark of its own.
             yield f"line {number}", line.strip().removeprefix("\ufeff")
-        elif len(lines) > 1:
-            raise ValueError(f"{key}: {file}, line {number}: blank, before the end of the file")
+
+
+@cache  # a file is read several times
+def _say_blank(where: str, first: int, count: int) -> None:
+    lines = f"line {first} is" if count == 1 else f"{count} lines from line {first} on are"
+    logger.warning("%s: %s blank and skipped", where, lines)

@@ -19,7 +19,7 @@ from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import places_of, read_prompts
 from flowgrpo_rc.files import plain_yaml
-from flowgrpo_rc.plugins import check_options, did_you_mean
+from flowgrpo_rc.plugins import check_options, did_you_mean, in_seconds
 from flowgrpo_rc.rewards.base import prompt_name
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
@@ -173,7 +173,7 @@ def _reward(given: Any) -> RewardConfig:
                 "another name, and the reward as its _target_"
             )
     check_options(RewardConfig, given, "reward")
-    reward = RewardConfig(**given)
+    reward = RewardConfig(**in_seconds("reward", given))
     for name in groupwise_terms(reward):
         raise ValueError(f"reward.terms.{name} compares a group, and a suite scores samples alone")
     return reward

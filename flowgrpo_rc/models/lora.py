@@ -6,7 +6,7 @@ B are trained. See https://arxiv.org/abs/2106.09685.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -37,6 +37,7 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     parts = transformers(network).values()
     for target in targets:
         _check_target(network, target)
+    _check_rank(network, targets, config.lora_rank)
     # peft draws from the global generator, whose state has to be the same after this block.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
@@ -58,6 +59,21 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     if config.lora_path is not None:
         load_export(network, config)
     return network
+
+
+def _check_rank(network: nn.Module, targets: Sequence[str], rank: int) -> None:
+    """Raises ValueError for a rank above that of the weights of every layer with a LoRA."""
+    ranks = {
+        name: min(module.weight.flatten(1).shape)
+        for name, module in network.named_modules()
+        if isinstance(module, _LINEAR) and f".{name}".endswith(tuple(f".{t}" for t in targets))
+    }
+    largest = max(ranks, key=lambda name: ranks[name])
+    if rank > ranks[largest]:
+        raise ValueError(
+            f"model.lora_rank={rank}: no layer with a LoRA has a larger rank than {largest}, "
+            f"{ranks[largest]}: give at most that"
+        )
 
 
 def _check_target(network: nn.Module, target: str) -> None:

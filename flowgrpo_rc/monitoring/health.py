@@ -139,24 +139,19 @@ def _measured(metrics: Metrics, setup: Setup) -> dict[str, str]:
 
 def _why_equal(metrics: Metrics, setup: Setup) -> str:
     """Returns why the rewards of the groups are equal, and what helps."""
-
-    def share(name: str) -> float:
-        found = _finite(metrics, f"advantages/{name}")
-        return found[1] if found else 0.0
-
+    names = ("advantages/single_ratio", "advantages/identical_ratio", "reward/mean", "reward/std")
+    single, identical, mean, std = ((_finite(metrics, name) or ("", math.nan))[1] for name in names)
     nothing = "the samples of a prompt all have one reward, so that nothing is learnt:"
     noise = "rollout.temperature" if setup.text else "rollout.algo.noise_level"
-    mean, std = _finite(metrics, "reward/mean"), _finite(metrics, "reward/std")
-    identical = share("identical_ratio")
-    if share("single_ratio") > _MOST:
+    if single > _MOST:
         return (
             "one sample of a prompt at most has a reward, which leaves nothing to compare: look at "
             "reward/failed_fraction and at the first failure in the log, or lower what rejects"
         )
-    if mean and std and std[1] <= _CONSTANT * abs(mean[1]) and identical <= MOST_EQUAL:
+    if std <= _CONSTANT * abs(mean) and not identical > MOST_EQUAL:
         return (
-            f"{nothing} the reward is {mean[1]:.4g} for every sample of every prompt; see whether "
-            "it looks at the sample, or give another one in reward.terms"
+            f"{nothing} the reward is {mean:.4g} for every sample of every prompt; see whether it "
+            "looks at the sample, or give another one in reward.terms"
         )
     if identical > _MOST:
         return f"{nothing} they are identical; raise {noise}, or look at the engine"

@@ -42,10 +42,10 @@ class TrainerConfig:
     seed: of everything random.
     resume_mode: `auto` goes on from the newest whole checkpoint; `disable` refuses a folder that
         holds a run.
-    accept_changed_inputs: go on with a run though its prompts, its model or a reward's have
-        changed; the report says so.
-    max_time: seconds of this command, then the run stops after the step with its state saved; null:
-        no limit.
+    accept_changed_inputs: go on with a run though its prompts, its model, a reward's or the source
+        of a reward of yours have changed; the report says so.
+    max_time: seconds of this command, or a duration such as 2h or 90m, as for every time; then the
+        run stops after the step with its state saved; null: no limit.
     retry_out_of_memory: where the rollout or the update of a run of one process runs out of memory,
         go on from the newest checkpoint with half of its micro-batch, once.
     device: `auto` takes the GPU where there is one; `cuda` is an error without one.

@@ -12,7 +12,7 @@ from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, sliding_start,
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.plugins import check_choice, check_engine_name, check_least
 from flowgrpo_rc.rollout.devices import AUTO
-from flowgrpo_rc.rollout.quantization import precision
+from flowgrpo_rc.rollout.quantization import PACKAGES, precision
 
 PACKAGE = "flowgrpo_rc.rollout"
 ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
@@ -271,6 +271,11 @@ class RolloutConfig:
     def validate(self) -> None:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
         check_engine_name(PACKAGE, self.name, "rollout.name")
+        if self.dtype in PACKAGES:
+            raise ValueError(
+                f"rollout.dtype={self.dtype} is a quantization: set rollout.quantization="
+                f"{self.dtype}, on top of rollout.dtype, which may be {', '.join(ALLOWED['dtype'])}"
+            )
         for key, allowed in ALLOWED.items():
             check_choice(f"rollout.{key}", attrgetter(key)(self), allowed)
         for key, least in LEAST.items():

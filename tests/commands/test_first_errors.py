@@ -20,7 +20,13 @@ CHATS = "reward.terms.ocr=null reward.terms.vlm_ocr.model=m"
 
 # Words behind `flowgrpo-rc train`, and words of the message.
 WRONG = [
-    ("nokey=1", ["unknown key nokey"]),
+    ("nokey=1", ["unknown key nokey", "there is no such section or group; there are actor, "]),
+    ("diffusion/model_engine=x", ["unknown key diffusion/model_engine", "there are actor, "]),
+    ("+experiment=sd35", ["there is no 'sd35' (did you mean 'sd35_medium_"]),
+    ("--config-name=tiny_orc", ["no such file (did you mean 'tiny_ocr'?); there are"]),
+    ("+calibration=measured", ["unknown key calibration", "the groups of a --config-dir"]),
+    ("trainer.suites=[a", ["'trainer.suites=[a' is no setting: write key=value, close each br"]),
+    ('trainer.experiment_name="a', ["is no setting: write key=value, close each bracket"]),
     ("model.lora_rnk=5", ["did you mean model.lora_rank"]),
     ("rollout.name=difusers", ["rollout.name=difusers", "did you mean 'diffusers'"]),
     ("reward.terms.ocrr.weight=1", ["reward.terms.ocrr", "did you mean 'ocr'"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_a_key_that_stops_the_run_does_not_stop_the_composition(
     assert main(["train", "--dry-run", *command]) == 2
     stopped = capsys.readouterr().err
     assert stopped.count("\nerror: ") == 1
-    assert "compat.ignore=[model.custom_chat_template,data.shuffle]" in stopped
+    assert "compat.ignore=[data.shuffle,model.custom_chat_template]" in stopped
     with pytest.raises(ValueError, match="would change what is trained"):
         compose_config(command)
 
@@ -448,6 +449,19 @@ def test_unknown_and_contradictory_keys(overrides: str, words: list[str]) -> Non
         compose_all([f"{OTHER}{override}" for override in overrides.split()])
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "read"),
+    [
+        ("rollout.n", "n"),
+        ("rollout.val_kwargs.pipeline.num_inference_steps", "val_kwargs.num_inference_steps"),
+    ],
+)
+def test_the_last_counts_of_a_key_with_and_without_prefix(key: str, read: str) -> None:
+    for first, last in ((key, OTHER + key), (OTHER + key, key), (OTHER + key, OTHER + key)):
+        composed = compose_config([f"{first}=8", f"{last}=4"])
+        assert attrgetter(read)(composed.rollout) == 4
 
 
 def test_an_override_in_own_words_after_a_command_replaces_what_the_command_says() -> None:

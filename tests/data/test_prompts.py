@@ -106,8 +106,6 @@ def test_several_files_share_one_numbering(tmp_path):
     ("name", "content", "message"),
     [
         ("a.txt", "", "has no prompt"),
-        ("a.txt", 'a "b"\n\na "c"', "line 2: blank"),
-        ("a.txt", '\na "b"', "line 1: blank"),
         ("a.txt", 'a "b"\na plain line', "line 2: 'a plain line' has no target"),
         ("a.txt", 'a "b"\na "c', "line 2: .* has no target"),
         ("a.txt", 'a "b"\nan empty "" one', "line 2: .* has an empty target"),
@@ -138,6 +136,22 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as error:
         read_prompts(write(tmp_path / name, content), require_target=True, key="data.val_files")
     assert str(error.value).startswith(f"data.val_files: {tmp_path / name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.txt", "a\n\n \nb\n\n", "2 lines from line 2 on are blank and skipped"),
+        ("a.jsonl", '\n{"prompt": "a"}\n{"prompt": "b"}', "line 1 is blank and skipped"),
+        ("a.txt", "a\nb\n\n\n", ""),
+    ],
+)
+def test_blank_lines_are_skipped_and_counted_once(tmp_path, caplog, name, content, told):
+    file = write(tmp_path / name, content)
+    for _ in range(2):
+        assert [one.text for one in read_prompts(file, require_target=False)] == ["a", "b"]
+    said = [f"data.train_files: {file}: {told}"] if told else []
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 def test_a_parquet_file_may_hold_bytes_where_text_belongs(tmp_path):

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import train
 from flowgrpo_rc.config import check_engine
+from flowgrpo_rc.config.check_folder import FIRST_NEED
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.models import base
 from flowgrpo_rc.records import run_folder
@@ -53,6 +54,9 @@ IMAGES = [
     # Out of range.
     ("rollout.n=1", "rollout.n=1"),
     ("rollout.dtype=int3", "rollout.dtype='int3'"),
+    ("rollout.dtype=int4", "set rollout.quantization=int4"),
+    ("model.lora_rank=100000", "model.lora_rank=100000: no layer with a LoRA has a larger rank"),
+    ("trainer.max_time=2hours", "trainer.max_time='2hours': give seconds, or a duration"),
     ("rollout.staleness=-1", "rollout.staleness=-1"),
     ("rollout.algo.sde_type=ode", "rollout.algo.sde_type='ode'"),
     ("rollout.algo.noise_level=0", "rollout.algo.noise_level"),
@@ -104,6 +108,7 @@ IMAGES = [
     # Prompts and rewards.
     ("data.train_files=/does/not/exist.txt", "/does/not/exist.txt"),
     ("data.val_files=null", "data.val_files"),
+    ("data.allow_overlap=false", "8 of 8 held-out prompts are training prompts, too, the first is"),
     ("reward.terms.jpeg.objctive=x", "objctive"),
     ("reward.terms.jpeg=null reward.terms.exact_match.weight=1", "exact_match scores texts"),
     # The engine.
@@ -374,8 +379,9 @@ def test_a_folder_that_holds_a_run(ask: Ask, overrides: list[str], folder: RunFo
 
 def test_too_little_room(ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The LoRA's size is known before it is loaded."""
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: Mock(free=80 * 2**20))
-    refused(ask, [*overrides, "model.lora_rank=512"], "80 MiB free, a run needs at least")
+    disk = Mock(free=FIRST_NEED + 2**10)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: disk)
+    refused(ask, overrides, "MiB free, a run needs at least")
 
 
 def test_saved_rollouts(ask: Ask, overrides: list[str], tmp_path: Path) -> None:
