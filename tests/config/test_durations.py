@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from flowgrpo_rc.api import override_lines
 from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.from_python import override_lines
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.evaluation.suite import read_suite
 from flowgrpo_rc.plugins import in_seconds

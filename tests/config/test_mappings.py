@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from flowgrpo_rc.api import override_lines
 from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.from_python import override_lines
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.rewards.manager import validate_rewards
 
