@@ -218,14 +218,14 @@ def _advice(config: Config, *, fits: bool) -> list[str]:
     if loss.loss().tolerates_mismatch:
         return [
             f"Recomputed means take the correction away that loss_mode={loss.loss_mode} has in "
-            f"bypass mode; {KEY}.centered=true keeps it (docs/evidence.md)."
+            f"bypass mode; {KEY}.centered=true keeps it."
         ]
     if fits:
         return []
     return [
         "Recomputed log-probs end the pull of the clip, but the gradient stays biased where the "
         f"mismatch is large; with {KEY}.centered=true, calibrated for bypass mode, its direction "
-        "is nearly right (docs/evidence.md)."
+        "is nearly right."
     ]
 
 

@@ -156,16 +156,16 @@ def draw(found: Calibration, path: Path) -> None:
 
 
 def show(found: Calibration, folder: Folder) -> None:
-    """Prints the tables, the verdict and what to do with the settings."""
-    console = Console(highlight=False)
+    """Prints verdict and choice, the tables behind them, and what to do with the settings."""
+    console = Console(highlight=False, markup=False)
     console.width = max(console.width, WIDTH)
+    for line in (f"{found.diagnosis.sentence()}.", found.settings.reason, ""):
+        console.print(line, soft_wrap=True)
     console.print(mismatch_table(found.mismatches))
     console.print(trial_table(found.diagnosis))
     if found.tails:
         console.print(tail_table(found.tails))
     lines = [
-        found.diagnosis.sentence(),
-        found.settings.reason,
         *found.settings.notes,
         f"{folder.json}, {folder.picture}, {folder.yaml}",
         f"train with them: flowgrpo-rc train --config-dir {folder.root} +{GROUP}={folder.name} ...",
@@ -178,7 +178,7 @@ def show(found: Calibration, folder: Folder) -> None:
         beyond = f"beyond the bound before any update, in bypass mode: {', '.join(shares)}"
         lines.insert(0, beyond)
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:

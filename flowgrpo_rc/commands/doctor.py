@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from rich.console import Console as RichConsole
 from rich.table import Column, Table
-from rich.text import Text
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
@@ -57,7 +56,7 @@ def installation_checks() -> list[tuple[str, Check]]:
 
 def report(title: str, checks: Sequence[tuple[str, Check]]) -> dict[str, Finding]:
     """Prints what each check has found as soon as it has."""
-    console = RichConsole()
+    console = RichConsole(highlight=False, markup=False)
     width = max((len(name) for name, _ in checks), default=0)
     console.print(f"\n{title}")
     findings = {}
@@ -70,7 +69,7 @@ def report(title: str, checks: Sequence[tuple[str, Check]]) -> dict[str, Finding
         findings[name] = one
         # A table of one row wraps its cells, and the widths of all rows are the same.
         row = Table.grid(Column(width=width), Column(width=_STATE), Column(ratio=1), padding=(0, 2))
-        row.add_row(*map(Text, (name, one.state, "\n".join(filter(None, one[1:])))))
+        row.add_row(name, one.state, "\n".join(filter(None, one[1:])))
         console.print(row)
     return findings
 

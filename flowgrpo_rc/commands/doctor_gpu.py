@@ -261,7 +261,7 @@ def _mismatch(row: Mapping[str, float]) -> Finding:
     if over is None:
         return Finding("ok", found)
     found += f"; {over:.2f} of what the precision explains"
-    advice = "docs/rollout_correction.md#the-noise-floor says what may cause it"
+    advice = "a fault of the engine, not rounding: `flowgrpo-rc calibrate` looks for its cause"
     return Finding("broken", found, advice) if over > _FAULT else Finding("ok", found)
 
 

@@ -29,7 +29,7 @@ class OutOfMemory(RuntimeError):
         lines = str(error).splitlines()
         super().__init__(
             f"out of memory in {phase}: {_REMEDIES.get(phase, f'lower {_ROLLOUT} or {_UPDATE}')}. "
-            "docs/memory.md says what needs how much, and `flowgrpo-rc plan` computes it. "
+            "`flowgrpo-rc plan` computes what needs how much. "
             f"({lines[0] if lines else type(error).__name__})"
         )
         self.phase = phase

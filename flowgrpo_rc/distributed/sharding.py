@@ -41,8 +41,7 @@ def resolve_strategy(strategy: str) -> str:
         given = os.environ.get(variable, allowed).lower()
         if given != allowed:
             raise ValueError(
-                f"{key}={given} in accelerate's configuration: set it to {allowed} "
-                "(docs/scaling_out.md)"
+                f"{key}={given} in accelerate's configuration: set it to {allowed}"
             )
     return "fsdp2" if strategy == "auto" else strategy
 

@@ -43,7 +43,7 @@ class Console:
         self._quiet = quiet
         self._show_steps = show_steps and not quiet
         self._stream = stream if stream is not None else sys.stdout
-        self._rich = RichConsole(file=self._stream, highlight=False)
+        self._rich = RichConsole(file=self._stream, highlight=False, markup=False)
         self._progress: Progress | None = None
         self._last: dict[str, float] = {}
         self._warned: set[str] = set()

@@ -11,7 +11,6 @@ _LEAST = 3  # steps before a median is taken
 _PHASES = "timing_s/"
 _WHOLE = f"{_PHASES}step"
 _WAIT = f"{_PHASES}reward_wait"
-_PAGE = "docs/troubleshooting.md#it-is-slow"
 
 
 class SpeedWatch:
@@ -40,7 +39,7 @@ class SpeedWatch:
         return (
             f"slow: step {step} made {made} samples/s, less than a third of "
             f"the median of this run, {often}. Most of it went into "
-            f"{phase} ({now:.1f} s, before {before:.1f} s). {self._advice(phase)} ({_PAGE})"
+            f"{phase} ({now:.1f} s, before {before:.1f} s). {self._advice(phase)}"
         )
 
     def _advice(self, phase: str) -> str:

@@ -118,7 +118,7 @@ def test_guard_is_in_bypass_mode_with_a_clip_on_its_own_ratio() -> None:
     assert settings(mismatch(1e-9, 1e-9), guard).values[CLIP] == 2e-6
     recomputed = settings(mismatch(1e-4), guard, mode="decoupled")
     assert (recomputed.values[MODE], recomputed.values[CLIP]) == (False, 2e-6)
-    assert "docs/evidence.md" in recomputed.notes[0]
+    assert "centered=true keeps it" in recomputed.notes[0]
 
 
 def test_centered_is_in_bypass_mode_with_a_clip_on_the_centered_log_ratio() -> None:

@@ -56,14 +56,14 @@ PHASES = {
 }
 
 
-@fault("memory runs out", "one line names the phase, the keys to lower and the page")
+@fault("memory runs out", "one line names the phase, the keys to lower and the command that computes")
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_message(small: list[str], phase: str) -> None:
     harm, key = PHASES[phase]
     words = words_of(small, WHOLE_STEP, "trainer.val_before_train=false")
     line = command(*words, harm=harm).expect(1).error()
     assert f"out of memory in {phase}: lower {key}" in line
-    assert "docs/memory.md" in line
+    assert "`flowgrpo-rc plan` computes" in line
 
 
 @pytest.mark.kernels

