@@ -40,9 +40,7 @@ def resolve_strategy(strategy: str) -> str:
     for variable, (allowed, key) in _NOT_OURS.items():
         given = os.environ.get(variable, allowed).lower()
         if given != allowed:
-            raise ValueError(
-                f"{key}={given} in accelerate's configuration: set it to {allowed}"
-            )
+            raise ValueError(f"{key}={given} in accelerate's configuration: set it to {allowed}")
     return "fsdp2" if strategy == "auto" else strategy
 
 

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from flowgrpo_rc.evaluation.intervals import PolicyComparison
 
 _STEPS_FOR_ETA = 20
+_REWARD, _FAILED = "val/reward", "val/failed_fraction"
 # Metric -> how the line of a step shows it.
 _SHOWN = {
     "reward/mean": "  reward {:.3f}",
@@ -51,9 +52,12 @@ class Console:
 
     def __enter__(self) -> Console:
         if self._show_steps and self._rich.is_terminal:
-            numbers, bar = MofNCompleteColumn(), BarColumn(bar_width=None)
-            columns = (TextColumn("step"), numbers, bar, TextColumn("{task.fields[now]}"))
-            self._progress = Progress(*columns, console=self._rich, expand=True)
+            steps = "step {task.completed}/{task.total}"
+            # In a narrow window the bar goes first and these numbers last.
+            width = len(f"step {self._total_steps}/{self._total_steps}")
+            column = TextColumn(steps, table_column=Column(no_wrap=True, min_width=width))
+            others = (BarColumn(bar_width=None), TextColumn("{task.fields[now]}"))
+            self._progress = Progress(column, *others, console=self._rich, expand=True)
             self._progress.add_task("train", total=self._total_steps, now="")
             self._progress.start()
         return self
@@ -92,11 +96,11 @@ class Console:
         if self._quiet:
             return
         table = _table("held-out evaluation", ("metric", "before", "after", "change"))
-        for name in dict.fromkeys((*after, *before)):
+        for name, label in _told((before, after)).items():
             first, last = before.get(name), after.get(name)
             change = "-" if first is None or last is None else f"{last - first:+.4f}"
             numbers = ["-" if value is None else f"{value:.4f}" for value in (first, last)]
-            table.add_row(name.removeprefix("val/"), *numbers, change)
+            table.add_row(label, *numbers, change)
         self._rich.print(table)
 
     def suite_table(
@@ -134,6 +138,20 @@ class Console:
 
 def _summary(metrics: Mapping[str, float]) -> str:
     return "".join(text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics)
+
+
+def _told(evaluations: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Returns the metrics that a reader of the table wants, and what they are called there."""
+    names = dict.fromkeys(name for metrics in reversed(evaluations) for name in metrics)
+    names.pop("val/std", None)
+    if not any(metrics.get(_FAILED) for metrics in evaluations):
+        names.pop(_FAILED, None)
+    labels = {name: name.removeprefix("val/") for name in names}
+    terms = [name for name in names if name.count("/") == 1 and name not in (_REWARD, _FAILED)]
+    # A lone term of weight 1 is the reward.
+    if len(terms) == 1 and all(one.get(terms[0]) == one.get(_REWARD) for one in evaluations):
+        labels[_REWARD] = f"reward ({labels.pop(terms[0])})"
+    return labels
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

@@ -411,7 +411,12 @@ def test_the_folder_of_a_result(
     shown = capsys.readouterr().out
     out = tmp_path / "out"
     written = json.loads((out / "calibration.json").read_text())
-    told = [written["diagnosis"]["verdict"], written["reason"], "|log-prob of trainer", "train with"]
+    told = [
+        written["diagnosis"]["verdict"],
+        written["reason"],
+        "|log-prob of trainer",
+        "train with",
+    ]
     assert sorted(told, key=shown.index) == told
     assert (out / "mismatch.png").read_bytes().startswith(b"\x89PNG")
     # The first copy is fp32 in the same batch shape.

@@ -56,7 +56,9 @@ PHASES = {
 }
 
 
-@fault("memory runs out", "one line names the phase, the keys to lower and the command that computes")
+@fault(
+    "memory runs out", "one line names the phase, the keys to lower and the command that computes"
+)
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_message(small: list[str], phase: str) -> None:
     harm, key = PHASES[phase]
