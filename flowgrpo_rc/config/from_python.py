@@ -54,7 +54,7 @@ def public_call(call: Callable[P, T]) -> Callable[P, T]:
 
 def check_callbacks(callbacks: Any) -> None:
     """Raises ValueError unless all are functions that take a step and its metrics."""
-    if callable(callbacks) or not all(map(callable, callbacks)):
+    if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
         raise ValueError(f"callbacks={callbacks!r}: give a list of functions (step, metrics)")
     for callback in callbacks:
         try:

@@ -9,6 +9,7 @@ from typing import Self
 
 from rich.console import Console as RichConsole
 from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from flowgrpo_rc.distributed.child import is_first
 from flowgrpo_rc.records.metrics_file import MetricsFile
@@ -24,7 +25,7 @@ def is_seen() -> bool:
 
 
 class ProgressBar:
-    """A context manager around a run, with warnings of health.jsonl above the bar.
+    """A context manager around a run, with warnings of health.jsonl and of logs above the bar.
 
     Loading or a step may take minutes, so the elapsed time goes on by itself.
     """
@@ -36,8 +37,10 @@ class ProgressBar:
         self._shown: dict[str, str] = {}
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
+        self._logs = logging_redirect_tqdm()
 
     def __enter__(self) -> Self:
+        self._logs.__enter__()
         self._ticker.start()
         return self
 
@@ -45,6 +48,7 @@ class ProgressBar:
         self._ended.set()
         self._ticker.join()
         self._bar.close()
+        self._logs.__exit__(None, None, None)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a step; the first one starts the estimate, which loading is no part of."""

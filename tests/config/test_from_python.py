@@ -101,6 +101,7 @@ def test_a_misspelt_argument(call: Callable[..., object], name: str, words: str)
 
 CALLBACKS = (
     (print, "give a list"),
+    (None, "give a list"),
     ([3], "give a list"),
     ([lambda step: None], r"gets \(step, metrics\): too many positional"),
 )

@@ -14,7 +14,7 @@ import pytest
 
 # Tests run without bars, and a bar that is off draws nothing: this program runs by itself.
 PROGRAM = """
-import os, signal, sys
+import logging, os, signal, sys
 from pathlib import Path
 from flowgrpo_rc.distributed.stopping import StopRequest
 from flowgrpo_rc.records.metrics_file import MetricsFile
@@ -28,6 +28,7 @@ with StopRequest(None) as stop, ProgressBar(warnings, 3) as bar:
     warnings.append(2, {"message": "much is rejected"})
     bar.step(2, {"reward/mean": 0.75, "val/reward": 0.625})
     os.kill(os.getpid(), signal.SIGINT)
+    logging.getLogger("flowgrpo_rc").warning("a prompt is cut")
     bar.step(3, {})
 """
 
@@ -58,7 +59,8 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     assert re.search(r"training: 100%.* 3/3 .*held-out reward=0\.625", last)
     lines = re.split(r"[\r\n]+", output)
     assert "an old one" not in output
-    for told in ("warning: much is rejected", "stopping after this step; again to end now"):
+    stopping = "stopping after this step; again to end now"
+    for told in ("warning: much is rejected", "a prompt is cut", stopping):
         assert lines.count(told) == 1
 
 
