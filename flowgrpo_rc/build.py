@@ -53,7 +53,9 @@ from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.plugins import build
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
+from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.records.console import Console
+from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer, RunLog
@@ -111,6 +113,7 @@ def assemble(
     rejected = RejectedSamples(
         folder.rejected, correction, rank=processes.rank, count=processes.count
     )
+    best = BestEvaluation(MetricsFile(folder.metrics).rows())
     keep = config.trainer.max_checkpoints_to_keep
     return Trainer(
         config=config.trainer,
@@ -128,7 +131,7 @@ def assemble(
         evaluator=Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards),
         suites=[make_suite(suite, config, task) for suite in suites],
         state=RunState(folder.checkpoints, keep, processes, update, algorithm, health, source),
-        journal=Journal(folder, log, health, rejected, processes),
+        journal=Journal(folder, log, health, rejected, processes, best),
     )
 
 

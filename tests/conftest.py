@@ -15,6 +15,8 @@ from support.runs import SMALL_TEXT, WORDS, Train, small_run
 
 # Fixtures import what is heavy: tests of pure maths start without diffusers and transformers.
 if TYPE_CHECKING:
+    from support.hub import Hub
+
     from flowgrpo_rc.models.base import FlowModel, ModelConfig
     from flowgrpo_rc.models.causal_lm import CausalLM
     from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
@@ -226,6 +228,15 @@ def _fresh_accelerate() -> Iterator[None]:
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A local Hub that takes uploads."""
+    from support.hub import local_hub
+
+    with local_hub() as server:
+        yield server
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.opening import check_one_folder, note_fetched, prepare_folder
+from flowgrpo_rc.commands.results import export_step, leave_results, uploads_of
 from flowgrpo_rc.config.check_folder import can_be_extended, command_from_lora
 from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
@@ -24,17 +25,14 @@ from flowgrpo_rc.distributed.child import say_error
 from flowgrpo_rc.distributed.memory import OutOfMemory, free_memory, out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
-from flowgrpo_rc.exports.lora import export_lora
-from flowgrpo_rc.exports.model_card import write_model_card
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
-from flowgrpo_rc.models.networks import others_in
-from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.best import BestEvaluation
+from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer
 from flowgrpo_rc.report.facts import ratio, told
-from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.training.trainer import Trainer
 
@@ -142,7 +140,7 @@ def _run(
     folder = RunFolder(Path(config.trainer.output_dir))
     prompts, resumed = inputs.prompts, inputs.resumed
     check_one_folder(processes, resumed)
-    if resumed is not None and resumed.step >= config.trainer.total_training_steps:
+    if resumed is not None and _is_over(config, folder, resumed.step):
         if processes.is_main:
             _say_finished(config, folder, resumed, console)
         processes.wait()
@@ -162,23 +160,11 @@ def _run(
         return _train(config, trainer, folder, resumed, stop)
 
 
-def leave_results(config: Config, folder: RunFolder) -> None:
-    """Exports the LoRA of the newest checkpoint, or its average if there is one, and the report."""
-    newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
-    tensors = newest.tensors.get("ema", newest.tensors["lora"])
-    try:
-        export_lora(tensors, config.model, folder.lora)
-        others = others_in(tensors)
-        write_model_card(folder.lora, folder.root, config, step=newest.step, others=others)
-        write_report(folder.root)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"cannot write the results of this run ({error.strerror}); its state of step "
-            f"{newest.step} is saved in {folder.checkpoints}, and the same command writes them "
-            "when there is room",
-            error.filename or str(folder.root),
-        ) from error
+def _is_over(config: Config, folder: RunFolder, step: int) -> bool:
+    """Returns whether a run whose newest checkpoint is of this step has no step left."""
+    rows = [row for row in MetricsFile(folder.metrics).rows() if row["step"] <= step]
+    impatient = BestEvaluation(rows).over(config.trainer.patience)
+    return impatient or step >= config.trainer.total_training_steps
 
 
 def _train(
@@ -192,12 +178,17 @@ def _train(
     for note in notes(config):
         console.message(f"note: {note}")
     try:
+        uploads = uploads_of(config) if trainer.processes.is_main else None
+        trainer.export = partial(export_step, config, folder, uploads)
         with console:
             trainer.start(resumed)
             reason = trainer.fit(stop)
         if trainer.processes.is_main:
-            leave_results(config, folder)
+            leave_results(config, folder, uploads)
             _say_results(config, folder, console, reason)
+        if uploads is not None:
+            console.message(f"waits for the upload to {uploads.repo}")
+            uploads.finish()
         trainer.processes.wait()
     except ValueError as error:  # from here on it is no longer the user's input that is wrong
         raise RuntimeError(f"training failed: {error}") from error
@@ -241,7 +232,9 @@ def notes(config: Config) -> Iterator[str]:
 
 def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint, console: Console) -> None:
     console.message(f"{folder.root}: this run is finished (step {newest.step}); nothing to do")
-    if can_be_extended(config):
+    if newest.step < config.trainer.total_training_steps:
+        console.message("its held-out reward got no better; to go on, raise trainer.patience")
+    elif can_be_extended(config):
         console.message("to make it longer, raise trainer.total_training_steps")
     else:
         command = command_from_lora(config, config.trainer.total_training_steps)
@@ -254,9 +247,11 @@ def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint, console
 
 
 def _say_results(config: Config, folder: RunFolder, console: Console, reason: str | None) -> None:
+    rows = MetricsFile(folder.metrics).rows()
+    best = BestEvaluation(rows)
     evaluated = [
         {name: row[name] for name in sorted(row) if name.startswith("val/")}
-        for row in MetricsFile(folder.metrics).rows()
+        for row in rows
         if "val/reward" in row
     ]
     if reason is not None:
@@ -265,5 +260,12 @@ def _say_results(config: Config, folder: RunFolder, console: Console, reason: st
         )
     elif len(evaluated) > 1:
         console.final_table(evaluated[0], evaluated[-1])
+    if best.over(config.trainer.patience):
+        console.message(
+            f"ended: no better held-out reward in {best.worse} evaluations (trainer.patience)"
+        )
     console.message(f"LoRA: {folder.lora / EXPORT_NAMES[config.model.kind]}")
+    if folder.lora_best.is_dir() and best.worse:
+        told = f"held-out reward {best.reward:.4f}, step {best.step}"
+        console.message(f"best LoRA ({told}): {folder.lora_best}")
     console.message(f"report: {folder.root / 'report.html'}")

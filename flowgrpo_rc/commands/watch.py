@@ -6,10 +6,10 @@ import argparse
 import base64
 import hashlib
 import re
+import struct
 import sys
 import threading
 from functools import partial
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,12 @@ from flowgrpo_rc.report.run import report_page
 _SHOWN = "config.yaml environment.json metrics.jsonl health.jsonl rejected.jsonl rejected samples"
 _SHOWN += " suites checkpoints lora"
 _INLINE = re.compile(r'src="data:image/png;base64,([^"]*)"')
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -54,37 +60,26 @@ class ReportServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._tag = ""
         self._page = b""
-        self._pictures: dict[str, bytes] = {}
-        self._older: dict[str, bytes] = {}  # those of the page before, which may still be loading
+        self.pictures: dict[str, bytes] = {}  # of the page, by path
 
     def page(self) -> tuple[str, bytes]:
-        """Returns the page as the folder is now, and a tag that changes with it.
-
-        Raises ValueError if the folder has no metrics yet, or is damaged.
-        """
+        """Returns a tag of the files, and the page that they make; ValueError without metrics."""
         with self._lock:
-            tag = self._state()
+            paths = [self._run_dir / name for name in _SHOWN.split()]
+            stats = [(path, path.stat()) for path in paths if path.exists()]
+            state = repr([(path, stat.st_mtime_ns, stat.st_size) for path, stat in stats])
+            tag = f'"{hashlib.sha256(state.encode()).hexdigest()}"'
             if tag != self._tag:
                 pictures: dict[str, bytes] = {}
                 page = report_page(self._run_dir, live=True)
                 self._page = _INLINE.sub(partial(_linked, pictures), page).encode()
-                self._tag, self._pictures, self._older = tag, pictures, self._pictures
-            return self._tag, self._page
-
-    def picture(self, path: str) -> bytes | None:
-        """Returns a picture of the page by its path."""
-        return self._pictures.get(path) or self._older.get(path)
+                self._tag, self.pictures = tag, pictures
+            return tag, self._page
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of a browser that went away."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
-
-    def _state(self) -> str:
-        paths = [self._run_dir / name for name in _SHOWN.split()]
-        stats = [(path.name, path.stat()) for path in paths if path.exists()]
-        state = [(name, stat.st_mtime_ns, stat.st_size) for name, stat in stats]
-        return f'"{hashlib.sha256(repr(state).encode()).hexdigest()}"'
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -94,56 +89,46 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
         if not _is_here(self.headers.get("Host", "")):
             # A page of somebody else's, whose name leads here, may not read the report.
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"not the name of this machine")
-        elif path == "/":
-            self._page()
-        elif (picture := self.server.picture(path)) is not None:
-            self._answer(HTTPStatus.OK, "image/png", picture, "max-age=31536000, immutable")
+            self._answer(403, "text/plain", b"not the name of this machine")
+        elif self.path == "/":
+            self._answer_page()
+        elif (picture := self.server.pictures.get(self.path)) is not None:
+            self._answer(200, "image/png", picture, Cache_Control="max-age=31536000, immutable")
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"only the report is here")
+            self._answer(404, "text/plain", b"only the report is here")
 
-    def _page(self) -> None:
+    def _answer_page(self) -> None:
         try:
             tag, page = self.server.page()
         except (OSError, ValueError) as error:
-            self.close_connection = True
             text = f"nothing to show yet: {error}".encode()
-            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", text, Refresh="3")
-        if self.headers.get("If-None-Match") == tag:
-            return self._answer(HTTPStatus.NOT_MODIFIED, "text/html", b"", ETag=tag)
-        return self._answer(HTTPStatus.OK, "text/html", page, ETag=tag)
+            return self._answer(503, "text/plain; charset=utf-8", text, Refresh="3")
+        known = self.headers.get("If-None-Match") == tag
+        kind = "text/html; charset=utf-8"
+        return self._answer(304 if known else 200, kind, b"" if known else page, ETag=tag)
+
+    def _answer(self, status: int, kind: str, body: bytes, **further: str) -> None:
+        self.send_response(status)
+        about = {"Content_Type": kind, "Content_Length": str(len(body))}
+        for name, value in (_HEADERS | about | further).items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *arguments: object) -> None:
         """Logs nothing."""
 
-    def _answer(
-        self, status: HTTPStatus, kind: str, body: bytes, cache: str = "no-cache", **further: str
-    ) -> None:
-        self.send_response(status)
-        headers = {
-            "Content-Type": f"{kind}; charset=utf-8" if kind.startswith("text/") else kind,
-            "Content-Length": str(len(body)),
-            "Cache-Control": cache,
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Referrer-Policy": "no-referrer",
-        }
-        for name, value in (headers | further).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
 
 def _linked(pictures: dict[str, bytes], found: re.Match[str]) -> str:
-    """Puts a picture of the page among those to serve, and returns its address."""
+    """Puts a picture of the page among those to serve; returns its address and size."""
     png = base64.b64decode(found[1])
     path = f"/pictures/{hashlib.sha256(png).hexdigest()}.png"
     pictures[path] = png
-    return f'src="{path}"'
+    # With its size, what is below does not move while it loads.
+    width, height = struct.unpack(">II", png[16:24].ljust(8, b"\0"))
+    return f'src="{path}" width="{width}" height="{height}"'
 
 
 def _is_here(host: str) -> bool:

@@ -17,6 +17,7 @@ from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.config import EvaluationConfig
 
 NUM_SHOWN = 16
+NUM_FOLLOWED = 4  # of them, at more steps than those of evaluations
 SEED = 42  # of the noise of held-out samples, in every run
 
 
@@ -68,13 +69,16 @@ class Evaluator:
         self._prompts = list(prompts)[: config.n]
         self._seeds = [derive_seed(SEED, "evaluation", p.index) for p in self._prompts]
 
-    def run(self, processes: Processes) -> HeldOutScores:
-        """Evaluates this process's contiguous share; the metrics are exact after reduction."""
-        prompts = self._prompts[:NUM_SHOWN]
+    def run(self, processes: Processes, first: int | None = None) -> HeldOutScores:
+        """Evaluates this process's contiguous share; the metrics are exact after reduction.
+
+        With `first` only so many prompts are evaluated.
+        """
+        prompts = self._prompts[:NUM_SHOWN][:first]
         rewards, shown = score_samples(
             self._sample,
-            self._prompts,
-            self._seeds,
+            self._prompts[:first],
+            self._seeds[:first],
             self._rewards,
             processes,
             batch_size=self._batch_size,

@@ -7,7 +7,9 @@ never printed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,28 +17,66 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from flowgrpo_rc.exports.model_card import CARD_NAME
+from flowgrpo_rc.exports.model_card import CARD_NAME, PICTURES
 from flowgrpo_rc.models.lora_files import CONFIG_NAME, EXPORT_NAMES
 from flowgrpo_rc.redaction import redact
 
-UPLOADED = (*EXPORT_NAMES.values(), CONFIG_NAME, CARD_NAME)
+UPLOADED = (*EXPORT_NAMES.values(), CONFIG_NAME, CARD_NAME, f"{PICTURES}/*.png")
+logger = logging.getLogger(__name__)
 
 
-def check_push(api: HfApi, repo: str, *, public: bool) -> None:
+class Uploads:
+    """Uploads the LoRAs of a run in the background, to a private repository.
+
+    What fails is warned of, and the run goes on; the next LoRA is another try.
+    """
+
+    def __init__(self, api: HfApi, repo: str) -> None:
+        """Begins to look whether the repository can be written."""
+        self.repo = repo
+        self._api = api
+        self._checked = False
+        self._last = api.run_as_future(self._attempt)
+
+    def add(self, folder: Path, step: int, others: Sequence[str]) -> None:
+        """Uploads a folder that does not change any more, in place of one that still waits."""
+        self._last.cancel()
+        self._last = self._api.run_as_future(self._attempt, folder, step, others)
+
+    def finish(self) -> None:
+        """Waits until the last upload is done."""
+        wait([self._last])
+
+    def _attempt(
+        self, folder: Path | None = None, step: int = 0, others: Sequence[str] = ()
+    ) -> None:
+        try:
+            if not self._checked:
+                check_push(self._api, self.repo, public=False, setting="trainer.push_to_hub")
+                self._checked = True
+            if folder is not None:
+                message = f"LoRA of step {step}"
+                push(self._api, folder, self.repo, public=False, others=others, message=message)
+        except (OSError, ValueError) as error:
+            logger.warning("nothing is uploaded now, and the run goes on: %s", error)
+
+
+def check_push(api: HfApi, repo: str, *, public: bool, setting: str = "--push-to-hub") -> None:
     """Raises ValueError or OSError, before anything is loaded, if `push` could not upload a LoRA.
 
-    A repository that is public already needs `public`. Nothing is created.
+    A repository that is public already needs `public`. Nothing is created. `setting` is what asks
+    for it.
     """
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ValueError(f"--push-to-hub {repo!r}: {error}") from error
+        raise ValueError(f"{setting} {repo!r}: {error}") from error
     if repo.count("/") != 1:
-        raise ValueError(f"--push-to-hub {repo!r}: write it as user/name or organization/name")
+        raise ValueError(f"{setting} {repo!r}: write it as user/name or organization/name")
     if constants.HF_HUB_OFFLINE:
-        raise ValueError("--push-to-hub needs the network: unset HF_HUB_OFFLINE")
+        raise ValueError(f"{setting} needs the network: unset HF_HUB_OFFLINE")
     if (api.token or get_token()) is None:
-        raise ValueError("--push-to-hub needs a token: run `hf auth login`, or set HF_TOKEN")
+        raise ValueError(f"{setting} needs a token: run `hf auth login`, or set HF_TOKEN")
     with _hub_errors():
         api.whoami()
         try:
@@ -44,10 +84,20 @@ def check_push(api: HfApi, repo: str, *, public: bool) -> None:
         except RepositoryNotFoundError:
             return
     if not private and not public:
-        raise ValueError(f"--push-to-hub {repo}: this repository is public; add --public")
+        raise ValueError(
+            f"{setting} {repo}: this repository is public; add --public (of flowgrpo-rc export)"
+        )
 
 
-def push(api: HfApi, folder: Path, repo: str, *, public: bool, others: Sequence[str] = ()) -> str:
+def push(
+    api: HfApi,
+    folder: Path,
+    repo: str,
+    *,
+    public: bool,
+    others: Sequence[str] = (),
+    message: str = "Upload LoRA and model card",
+) -> str:
     """Uploads a LoRA and its card, and returns the address of the repository.
 
     The repository is created if there is none, and is `public` then, or private. `others` are
@@ -60,7 +110,7 @@ def push(api: HfApi, folder: Path, repo: str, *, public: bool, others: Sequence[
             repo_id=repo,
             folder_path=folder,
             allow_patterns=[*UPLOADED, *further],
-            commit_message="Upload LoRA and model card",
+            commit_message=message,
         )
     return str(url)
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
-from flowgrpo_rc.reading import blaming, read_mapping
+from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.samples import png_bytes, read_grid
 from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.report.charts import known
 from flowgrpo_rc.report.series import Row, points_of
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from flowgrpo_rc.config.tree import Config
 
 CARD_NAME = "README.md"
+PICTURES = "images"  # the folder of the card's samples
 _TAGS = ("lora", "reinforcement-learning", "grpo", "flowgrpo-rc")
 # Title in the card, and the metric, which is averaged over the steps of the run.
 _MEASURED = (
@@ -55,6 +60,7 @@ def write_model_card(
     """
     rows = MetricsFile(run_dir / "metrics.jsonl").numbers()
     names, scores, evaluated = _scores(rows, step)
+    widget = [] if evaluated is None else _samples(folder, RunFolder(run_dir), evaluated)
     base = Path(config.model.path).name
     correction = config.algorithm.rollout_correction
     language = Environment(
@@ -64,7 +70,8 @@ def write_model_card(
     text = language.from_string(template).render(
         config=config,
         text=config.model.kind == "causal_lm",
-        metadata=_metadata(config),
+        metadata=_metadata(config, widget),
+        pictures=[one["output"]["url"] for one in widget if "url" in one["output"]],
         hub_id=config.model.hub_id(),
         base=base,
         place=config.model.hub_id() or f"path/to/{base}",
@@ -88,7 +95,7 @@ def write_model_card(
         steps=len(points_of(rows, "reward/mean")),
     )
     path = folder / CARD_NAME
-    write_atomic(path, redact(text).encode())
+    write_atomic(path, str(ModelCard(redact(text))).encode())
     return path
 
 
@@ -101,9 +108,27 @@ def check_card(folder: Path) -> None:
         )
 
 
-def _metadata(config: Config) -> str:
-    from huggingface_hub import ModelCardData
+def _samples(folder: Path, run: RunFolder, step: int) -> list[dict[str, Any]]:
+    """Copies the first held-out pictures of a step beside the card; returns its `widget`."""
+    stem = run.samples_stem(step)
+    if (texts := stem.with_suffix(".jsonl")).is_file():
+        rows = [parse_mapping(line) for line in texts.read_text(encoding="utf-8").splitlines()]
+        return [
+            {"text": row["prompt"], "output": {"text": row["completion"]}}
+            for row in rows[:NUM_FOLLOWED]
+        ]
+    grid = stem.with_suffix(".png")
+    tiles = read_grid(grid)[:NUM_FOLLOWED] if grid.is_file() else []
+    (folder / PICTURES).mkdir(parents=True, exist_ok=True)
+    widget = []
+    for number, tile in enumerate(tiles):
+        url = f"{PICTURES}/{number}.png"
+        write_atomic(folder / url, png_bytes(tile.image))
+        widget.append({"text": tile.prompt, "output": {"url": url}})
+    return widget
 
+
+def _metadata(config: Config, widget: list[dict[str, Any]]) -> str:
     makes = "text-to-image" if config.rollout.pipeline.num_frames is None else "text-to-video"
     library, task, tags = "diffusers", makes, [*_TAGS, "flow-matching"]
     if config.model.kind == "causal_lm":
@@ -114,6 +139,7 @@ def _metadata(config: Config) -> str:
         library_name=library,
         pipeline_tag=task,
         tags=tags,
+        widget=widget or None,
     )
     return data.to_yaml().strip()
 

@@ -52,8 +52,12 @@ class Checkpoint:
         return {int(stem.removeprefix(OLDER)): self.tensors[stem] for stem in stems}
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path, checkpoint: Checkpoint, *, keep: int, spare: int | None = None
+) -> Path:
     """Writes `folder/step_N` and deletes all but the newest `keep` checkpoints, this one included.
+
+    That of the step `spare` stays, too.
 
     Raises CheckpointError if the disk refuses, or weights, moments or averages are not finite.
     Every older checkpoint then stays as it was, and there is no incomplete one.
@@ -86,7 +90,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             "some space or choose another trainer.output_dir, then run the same command to go on"
         ) from error
     for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        if _step_of(old) != spare:
+            shutil.rmtree(old)
     return final
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 
 from flowgrpo_rc.distributed.sharding import STRATEGIES
@@ -19,6 +20,8 @@ _LEAST = {
     "total_training_steps": 1,
     "save_freq": 0,
     "test_freq": -1,
+    "sample_freq": 0,
+    "export_freq": 0,
     "max_checkpoints_to_keep": 1,
 }
 
@@ -31,12 +34,20 @@ class TrainerConfig:
     save_freq: steps between checkpoints; 0: only at the end.
     val_before_train: evaluate before the first step.
     test_freq: steps between evaluations, and one at the end; 0: only at the end; -1: never.
+    sample_freq: steps between samples of the first four held-out prompts, besides those of
+        evaluations, for the report and trackers; 0: none.
+    patience: end the run after so many evaluations in a row without a better held-out reward; null:
+        never.
+    export_freq: steps between LoRAs for other programs, in lora/step_N; 0: only at the end, in
+        lora/, and that of the best evaluation in lora_best/.
     suites: questions asked of the model in every evaluation besides, and of the base model once:
         names of suites, NAME:FILE for one with other prompts, or files of your own.
-    max_checkpoints_to_keep: the oldest go first.
+    max_checkpoints_to_keep: the oldest go first; that of the best evaluation stays besides.
     output_dir: the run's folder; the same command goes on where it stopped.
     project_name: for trackers.
     experiment_name: for trackers and the report.
+    push_to_hub: user/name, a private repository of the Hub, for the LoRAs of export_freq and the
+        last one, in the background; what fails is warned of, and the run goes on. null: none.
     logger: where numbers go besides metrics.jsonl: any of console, wandb, tensorboard, trackio,
         swanlab, mlflow, aim.
     seed: of everything random.
@@ -67,11 +78,15 @@ class TrainerConfig:
     save_freq: int = 20
     val_before_train: bool = True
     test_freq: int = 20
+    sample_freq: int = 0
+    patience: int | None = None
+    export_freq: int = 0
     suites: list[str] = field(default_factory=list)
     max_checkpoints_to_keep: int = 2
     output_dir: str = "outputs/run"
     project_name: str = "flowgrpo_rc"
     experiment_name: str = "run"
+    push_to_hub: str | None = None
     logger: list[str] = field(default_factory=lambda: ["console"])
     seed: int = 42
     resume_mode: str = "auto"
@@ -98,6 +113,16 @@ class TrainerConfig:
         self._check("num_processes", some, f"give {AUTO}, or a number of at least 1")
         self._check("max_time", self.max_time is None or self.max_time > 0, f"{seconds}, or null")
         self._check("timeout_s", 0 < self.timeout_s < math.inf, seconds)
+        patience = self.patience
+        self._check("patience", patience is None or patience >= 1, "give at least 1, or null")
+        if patience is not None and self.test_freq < 1:
+            raise ValueError(
+                f"trainer.patience={patience} has no effect with trainer.test_freq="
+                f"{self.test_freq}: drop it or set trainer.test_freq to 1 or more"
+            )
+        repo = self.push_to_hub
+        named = repo is None or re.fullmatch(r"[\w.-]+/[\w.-]+", repo) is not None
+        self._check("push_to_hub", named, "write user/name or organization/name, or null")
         if self.suites and self.test_freq == -1:
             raise ValueError(
                 f"trainer.suites={self.suites} has no effect with trainer.test_freq=-1: drop it or "

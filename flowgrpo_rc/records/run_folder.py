@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,7 +41,8 @@ _FREE = """
     trainer.logger trainer.save_freq trainer.resume_mode trainer.accept_changed_inputs
     trainer.output_dir trainer.max_checkpoints_to_keep trainer.suites trainer.experiment_name
     trainer.project_name trainer.save_rollouts trainer.num_processes trainer.strategy
-    trainer.timeout_s
+    trainer.timeout_s trainer.sample_freq trainer.patience trainer.export_freq
+    trainer.push_to_hub
     model.decode_batch_size data.allow_overlap
     actor.ppo_micro_batch_size_per_gpu actor.steps_per_forward
     rollout.micro_batch_size_per_gpu rollout.merge_lora rollout.workers rollout.cpus_per_worker
@@ -53,8 +55,8 @@ class RunFolder:
     """The paths of a run.
 
     They are config.yaml, environment.json, inputs.json, metrics.jsonl, health.jsonl, rejected.jsonl
-    with the pictures in rejected/, samples/, checkpoints/, lora/, rollouts/ if asked for, suites/
-    after an evaluation by suites, and debug/ after an update that failed.
+    with the pictures in rejected/, samples/, checkpoints/, lora/, lora_best/, rollouts/ if asked
+    for, suites/ after an evaluation by suites, and debug/ after an update that failed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -68,13 +70,14 @@ class RunFolder:
         self.rejected = root / "rejected"
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
+        self.lora_best = root / "lora_best"
         self.rollouts = root / "rollouts"
         self.suites = root / "suites"
         self.debug = root / "debug"
 
-    def samples_stem(self, step: int) -> Path:
+    def samples_stem(self, step: int, *, evaluated: bool = True) -> Path:
         """Returns the path of a step's held-out samples, without its ending."""
-        return self.samples / f"step_{step:06d}"
+        return self.samples / f"{'step' if evaluated else 'drawn'}_{step:06d}"
 
     def drop_rollouts_after(self, step: int) -> None:
         """Deletes saved rollouts of steps that a resumed run samples again."""
@@ -186,7 +189,7 @@ class RunFolder:
         for path in self.root.rglob(".*"):
             if path.name.endswith(TEMPORARY) and (path.is_file() or path.is_symlink()):
                 path.unlink()
-        for path in self.checkpoints.glob(f"{PARTIAL}*"):
+        for path in chain(self.checkpoints.glob(f"{PARTIAL}*"), self.lora.glob(f"{PARTIAL}*")):
             if path.is_symlink():
                 path.unlink()
             else:

@@ -70,9 +70,12 @@ class Tile(NamedTuple):
     image: Image.Image
     subject: str
     score: str
+    prompt: str  # the subject, in files of older versions
 
 
-def image_grid(images: np.ndarray, captions: Sequence[str]) -> Image.Image:
+def image_grid(
+    images: np.ndarray, captions: Sequence[str], prompts: Sequence[str] = ()
+) -> Image.Image:
     """Makes a grid of images [N, H, W, 3] uint8, each above its caption, cut to its width.
 
     Small images are enlarged by whole pixels, and large ones reduced to 256 pixels.
@@ -93,9 +96,8 @@ def image_grid(images: np.ndarray, captions: Sequence[str]) -> Image.Image:
         draw.text(
             (left + tile.width / 2, top + tile.height + 3), text, fill=_INK, font=font, anchor="mt"
         )
-    grid.info[_TILES] = json.dumps(
-        {"size": tiles[0].size, "columns": columns, "captions": [*captions]}
-    )
+    found = {"size": tiles[0].size, "columns": columns, "captions": [*captions]}
+    grid.info[_TILES] = json.dumps(found | {"prompts": [*prompts]})
     return grid
 
 
@@ -114,17 +116,19 @@ def _tiles(grid: Image.Image, found: Mapping[str, Any]) -> list[Tile]:
     width, height = found["size"]
     columns = found["columns"]
     captions = found["captions"]
+    prompts = found.get("prompts") or [caption.rpartition(" ")[0] for caption in captions]
     if not (width > 0 and 0 < columns * (width + _GAP) < grid.width):
         raise ValueError(f"it has no {columns} columns of images of {width} pixels")
     if not (height > 0 and -(-len(captions) // columns) * height < grid.height):
         raise ValueError(f"it has no {len(captions)} images of {height} pixels")
     tiles = []
-    for position, caption in enumerate(captions):
+    for position, (caption, prompt) in enumerate(zip(captions, prompts, strict=True)):
         row, column = divmod(position, columns)
         left = _GAP + column * (width + _GAP)
         top = _GAP + row * (height + _CAPTION_HEIGHT + _GAP)
         subject, _, score = caption.rpartition(" ")
-        tiles.append(Tile(grid.crop((left, top, left + width, top + height)), subject, score))
+        image = grid.crop((left, top, left + width, top + height))
+        tiles.append(Tile(image, subject, score, prompt))
     return tiles
 
 
@@ -140,9 +144,11 @@ def thumbnail(sample: np.ndarray) -> np.ndarray:
     return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
 
 
-def save_grid(path: Path, images: np.ndarray, captions: Sequence[str]) -> Image.Image:
+def save_grid(
+    path: Path, images: np.ndarray, captions: Sequence[str], prompts: Sequence[str] = ()
+) -> Image.Image:
     """Writes `image_grid` as a PNG, whole or not at all, and returns it."""
-    grid = image_grid(images, captions)
+    grid = image_grid(images, captions, prompts)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, png_bytes(grid))
     return grid

@@ -50,9 +50,9 @@ def held_out_pictures(run_dir: Path) -> dict[str, list[Image.Image]]:
     found: dict[str, list[Image.Image]] = {}
     for name, (_, path) in zip(("before", "after"), files, strict=False):
         found[name] = []
-        for image, subject, score in read_grid(path):
-            image.info = {"subject": subject, "score": score}
-            found[name].append(image)
+        for tile in read_grid(path):
+            tile.image.info = {"subject": tile.subject, "score": tile.score}
+            found[name].append(tile.image)
     return found
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED
 from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import flat_settings
-from flowgrpo_rc.records.samples import png_bytes, read_grid
+from flowgrpo_rc.records.samples import THUMBNAIL, png_bytes, read_grid
 from flowgrpo_rc.redaction import redact
 
 
@@ -75,23 +77,50 @@ def first_and_last_samples(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
+def samples_over_time(run_dir: Path) -> dict[str, Any]:
+    """Returns a few held-out samples of some steps, as `side_by_side` does; {} for two steps."""
+    for ending, most in (("png", 12), ("jsonl", 4)):
+        files = _sample_files(run_dir, ending, "step|drawn")
+        if len(files) > 2:
+            columns = min(most, len(files))
+            places = [round(i * (len(files) - 1) / (columns - 1)) for i in range(columns)]
+            found = side_by_side([files[place] for place in places], few=True)
+            return {} if "grids" in found else found
+    return {}
+
+
 def sample_files(run_dir: Path, ending: str) -> list[tuple[str, Path]]:
-    """Returns the first and the last file of held-out samples, or the only one, by their steps."""
-    found = (run_dir / "samples").glob(f"step_*.{ending}")
-    paths = sorted(path for path in found if re.fullmatch(r"step_\d+", path.stem))
-    files = [(f"Step {int(path.stem.removeprefix('step_'))}", path) for path in paths]
+    """Returns the samples of the first and the last evaluation, or the only one, by their steps."""
+    files = _sample_files(run_dir, ending, "step")
     return files if len(files) < 2 else [files[0], files[-1]]
 
 
-def side_by_side(files: Sequence[tuple[str, Path]], heading: str = "") -> dict[str, Any]:
+def _sample_files(run_dir: Path, ending: str, names: str) -> list[tuple[str, Path]]:
+    found = (
+        (re.fullmatch(rf"({names})_(\d+)", path.stem), path)
+        for path in (run_dir / "samples").glob(f"*.{ending}")
+    )
+    steps = dict(sorted((int(name[2]), path) for name, path in found if name))
+    return [(f"Step {step}", path) for step, path in steps.items()]
+
+
+def side_by_side(
+    files: Sequence[tuple[str, Path]], heading: str = "", *, few: bool = False
+) -> dict[str, Any]:
     """Puts samples of the same subjects together, from labels and files of grids or of texts.
+
+    With `few` only the first four samples of a file, and small pictures.
 
     Returns one of these. stacks: subject, and label and PNG of each picture of it. grids: label and
     PNG of grids that do not show the same subjects. tables: heading, names and rows of texts.
     """
     if files[0][1].suffix == ".jsonl":
-        return {"tables": [(heading, *_responses(files))]}
-    grids = [read_grid(path) for _, path in files]
+        names, rows = _responses(files)
+        return {"tables": [(heading, names, rows[:NUM_FOLLOWED] if few else rows)]}
+    grids = [read_grid(path)[: NUM_FOLLOWED if few else None] for _, path in files]
+    if few:
+        for tile in chain.from_iterable(grids):
+            tile.image.thumbnail((THUMBNAIL, THUMBNAIL))
     subjects = [[tile.subject for tile in tiles] for tiles in grids]
     if not subjects[0] or any(each != subjects[0] for each in subjects):
         return {"grids": [(label, path.read_bytes()) for label, path in files]}
@@ -108,7 +137,8 @@ def side_by_side(files: Sequence[tuple[str, Path]], heading: str = "") -> dict[s
 def checkpoints(run_dir: Path) -> list[tuple[str, str]]:
     """Returns checkpoints and exported weights with their sizes."""
     rows = []
-    for folder in (*list_checkpoints(run_dir / "checkpoints"), run_dir / "lora"):
+    loras = (run_dir / "lora", run_dir / "lora_best")
+    for folder in (*list_checkpoints(run_dir / "checkpoints"), *loras):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         if folder.is_dir():
             rows.append((str(folder.relative_to(run_dir)), f"{size / 2**20:.1f} MiB"))

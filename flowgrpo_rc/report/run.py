@@ -13,6 +13,7 @@ import yaml
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming
+from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.report import correction, folder, suites
 from flowgrpo_rc.report.charts import Chart, Series, known, smoothed
 from flowgrpo_rc.report.facts import facts
@@ -62,6 +63,7 @@ def report_page(run_dir: Path, *, live: bool = False) -> str:
         facts=told,
         tiles=tiles(rows),
         samples=folder.first_and_last_samples(run_dir),
+        strip=folder.samples_over_time(run_dir),
         reward=reward,
         rewards=rewards,
         suites=suites.results(run_dir),
@@ -86,7 +88,11 @@ def outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
         progress += f" of {total_steps}"
     evaluations = known(points_of(rows, "val/reward"))
     if len(evaluations) > 1:
-        return f"Held-out reward {_change(evaluations[0], evaluations[-1])}", progress
+        found = f"Held-out reward {_change(evaluations[0], evaluations[-1])}"
+        best = BestEvaluation(rows)
+        if best.worse and best.step is not None:
+            found += f"; best {best.reward:.4f} at step {best.step}"
+        return found, progress
     found = "Not evaluated yet"
     if evaluations:
         found = f"Held-out reward {evaluations[0]:.4f}, evaluated once"

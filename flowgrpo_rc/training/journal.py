@@ -16,6 +16,7 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
 from flowgrpo_rc.evaluation.held_out import HeldOutScores
 from flowgrpo_rc.monitoring.health import HealthMonitor
+from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.debug_bundle import write_bundle
 from flowgrpo_rc.records.rejected import RejectedSamples
@@ -35,6 +36,7 @@ class Journal:
     health: HealthMonitor
     rejected: RejectedSamples
     processes: Processes
+    best: BestEvaluation
 
     def rollout(self, step: int, saved: SavedRollout) -> None:
         """Keeps this process's trajectories, for `data.replay_dir` of another run."""
@@ -69,15 +71,20 @@ class Journal:
         if self.processes.is_main:
             self.log.rejected(step, rows)
 
-    def held_out(self, step: int, task: Task, found: HeldOutScores) -> None:
+    def held_out(
+        self, step: int, task: Task, found: HeldOutScores, *, evaluated: bool = True
+    ) -> None:
         """Saves some of the held-out samples with their scores, on the main process."""
         if self.processes.is_main:
-            stem = self.folder.samples_stem(step)
+            stem = self.folder.samples_stem(step, evaluated=evaluated)
             draw = partial(task.save_samples, stem, found.samples, found.prompts, found.scores)
             self.log.image(step, "val/samples", draw)
 
-    def finish(self, step: int, metrics: MetricBag) -> None:
-        """Reduces the step's metrics, with one host transfer, and writes them down."""
+    def finish(self, step: int, metrics: MetricBag) -> bool:
+        """Reduces the step's metrics, with one host transfer, and writes them down.
+
+        Returns whether the held-out reward is better than before, the same on all processes.
+        """
         processes = self.processes
         memory = torch.tensor(peak_memory_gib(processes.device))
         metrics.max("perf/peak_memory_gib", memory)
@@ -86,6 +93,7 @@ class Journal:
         warnings = self.health.update(step, row)
         if processes.is_main:
             self.log.write(step, row, warnings)
+        return self.best.see(step, row)
 
     def explained(
         self,

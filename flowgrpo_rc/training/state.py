@@ -40,8 +40,8 @@ class RunState:
         weights = self.algorithm.sampling_weights(self.update.lora_state())
         self.source.sync_weights(weights, step)
 
-    def save(self, step: int) -> None:
-        """Writes the checkpoint of a step, on the main process."""
+    def save(self, step: int, *, spare: int | None) -> None:
+        """Writes the checkpoint of a step, on the main process; that of `spare` stays."""
         if self.processes.is_main:
             state: Mapping[str, Any] = {
                 "update": self.update.state(),
@@ -54,7 +54,7 @@ class RunState:
                 **self.algorithm.tensors(),
             }
             checkpoint = Checkpoint(step=step, tensors=tensors, state=state)
-            save_checkpoint(self.folder, checkpoint, keep=self.keep)
+            save_checkpoint(self.folder, checkpoint, keep=self.keep, spare=spare)
         self.processes.wait()
 
     def load(self, resumed: Checkpoint) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowgrpo_rc.algorithms.algorithm import Algorithm
 from flowgrpo_rc.batch import Batch
@@ -17,7 +18,7 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import StopRequest
-from flowgrpo_rc.evaluation.held_out import Evaluator
+from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED, Evaluator
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.monitoring.rollouts import staleness
 from flowgrpo_rc.records.checkpoint import Checkpoint
@@ -55,6 +56,7 @@ class Trainer:
     suites: Sequence[SuiteRunner]
     state: RunState
     journal: Journal
+    export: Callable[[int, Mapping[str, Tensor]], None] | None = None  # of the weights of a step
     _metrics: MetricBag = field(default_factory=MetricBag, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _step: int = field(default=0, init=False)
@@ -67,22 +69,33 @@ class Trainer:
         self.state.sync(self._step)
 
     def fit(self, stop: StopRequest) -> str | None:
-        """Trains to the end, or until `stop` asks; returns why it stopped early, or None."""
+        """Trains to the end, until evaluations get no better, or until `stop` asks.
+
+        Returns why it stopped early, or None.
+        """
         total = self.config.total_training_steps
         if self._step == 0 and self.config.val_before_train:
             self._evaluate()
             self._finish_step()
-        while self._step < total:
+        elif self._step == 0 and self.config.sample_freq:
+            self._draw()
+        best, patience = self.journal.best, self.config.patience
+        while self._step < total and not best.over(patience):
             self.train_step(self._step + 1)
             if self._due(self.config.test_freq):
                 self._evaluate()
-            self._finish_step()
+            elif self._is_each(self.config.sample_freq):
+                self._draw()
+            better = self._finish_step()
             reason = stop.reason()
+            ending = self._step == total or best.over(patience)
             # All processes have to stop after the same step, whichever of them was asked.
-            stopping = self.processes.any(reason is not None) and self._step < total
-            if stopping or self._due(self.config.save_freq):
+            stopping = self.processes.any(reason is not None) and not ending
+            if stopping or ending or better or self._due(self.config.save_freq):
                 with self._timed("checkpoint"):  # its seconds stand in the next row
-                    self.state.save(self._step)
+                    self.state.save(self._step, spare=best.step)
+            if self._is_each(self.config.export_freq):
+                self._export()
             if stopping:
                 return reason or "another process was asked to stop"
         return None
@@ -152,18 +165,35 @@ class Trainer:
             with self._timed("suites"), self.update.averaged():
                 self._metrics.merge(suite.run(self.processes).metrics())
 
-    def _finish_step(self) -> None:
+    def _draw(self) -> None:
+        """Draws the held-out samples that the report's strip shows, between evaluations."""
+        with self._timed("evaluation"), self.update.averaged():
+            found = self.evaluator.run(self.processes, first=NUM_FOLLOWED)
+            self.journal.held_out(self._step, self.task, found, evaluated=False)
+
+    def _export(self) -> None:
+        """Exports the weights that evaluations score, on the main process."""
+        if self.processes.is_main and self.export is not None:
+            tensors = self.update.tensors()
+            with self.journal.log.spared("the LoRA in lora/step_N"):
+                self.export(self._step, tensors.get("ema", tensors["lora"]))
+
+    def _finish_step(self) -> bool:
         for phase, seconds in self._seconds.items():
             self._metrics.max(f"timing_s/{phase}", torch.tensor(seconds))
         metrics = self._metrics
         self._metrics = MetricBag()
         self._seconds = {}
-        self.journal.finish(self._step, metrics)
+        return self.journal.finish(self._step, metrics)
 
     def _due(self, frequency: int) -> bool:
         """Returns whether this is one of every `frequency` steps, or the last; -1: never."""
         at_end = self._step == self.config.total_training_steps
-        return (at_end and frequency >= 0) or (frequency > 0 and self._step % frequency == 0)
+        return (at_end and frequency >= 0) or self._is_each(frequency)
+
+    def _is_each(self, frequency: int) -> bool:
+        """Returns whether this is one of every `frequency` steps; 0 or less: never."""
+        return frequency > 0 and self._step % frequency == 0
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

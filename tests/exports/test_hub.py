@@ -4,86 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
-from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, constants
+from support.hub import TOKEN, Hub
 
 from flowgrpo_rc.commands.export import export_checkpoint
-from flowgrpo_rc.exports.hub import check_push, push
-
-TOKEN = "hf_" + "secretsecretsecret"
-
-
-class Hub(ThreadingHTTPServer):
-    """A local Hub that accepts the token TOKEN.
-
-    `visible` is the visibility of the repository me/lora, None if there is none.
-    """
-
-    visible: str | None = None
-    posted: list[tuple[str, str]]
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *arguments: object) -> None:
-        """Logs nothing."""
-
-    def do_GET(self) -> None:
-        visible = self.server.visible
-        if self.path.startswith("/api/whoami"):
-            accepted = self.headers["Authorization"] == f"Bearer {TOKEN}"
-            self._answer(200 if accepted else 401, {"name": "me", "type": "user", "orgs": []})
-        elif visible is None:
-            self._answer(404, {"error": "Repository not found"}, "RepoNotFound")
-        else:
-            self._answer(200, {"id": "me/lora", "private": visible == "private", "siblings": []})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.server.posted.append((self.path, body))
-        url = f"{self.server.address}/me/lora"
-        if "/preupload/" in self.path:
-            asked = [file["path"] for file in json.loads(body)["files"]]
-            mode = {"uploadMode": "regular", "shouldIgnore": False}
-            self._answer(200, {"files": [{"path": path, **mode} for path in asked]})
-        elif "/commit/" in self.path:
-            commit = {"commitOid": "0" * 40, "commitUrl": f"{url}/commit/0", "pullRequestUrl": None}
-            self._answer(200, commit)
-        else:
-            self._answer(200, {"url": url, "id": "me/lora", "warnings": [], "errors": []})
-
-    def _answer(self, status: int, content: Any, error: str = "") -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Type", "application/json")
-        if error:
-            self.send_header("X-Error-Code", error)
-        self.end_headers()
-        self.wfile.write(body)
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub(("127.0.0.1", 0), Handler) as server:
-        server.posted = []
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+from flowgrpo_rc.exports.hub import Uploads, check_push, push
 
 
 @pytest.fixture
@@ -179,3 +109,29 @@ def test_an_export_is_refused_before_it_reads_the_checkpoint(
     out.write_text("a file")
     with pytest.raises(ValueError, match=r"--out .*out is a file"):
         export()
+
+
+def test_uploads_go_on_in_the_background_and_warn_of_what_fails(
+    hub: Hub, exported: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (exported / "images").mkdir()
+    (exported / "images" / "0.png").write_bytes(b"a picture")
+    hub.visible = "public"
+    uploads = Uploads(HfApi(endpoint=hub.address, token=TOKEN), "me/lora")
+    uploads.finish()
+    uploads.add(exported, 1, ())
+    uploads.finish()
+    assert hub.posted == []
+    assert "this repository is public" in caplog.text
+    hub.visible = "private"
+    uploads.add(exported, 2, ())
+    uploads.finish()
+    assert '"LoRA of step 2"' in posted(hub, "/commit/")
+    assert "images/0.png" in posted(hub, "/commit/")
+    nowhere = Uploads(HfApi(endpoint="http://127.0.0.1:9", token=TOKEN), "me/lora")
+    nowhere.add(exported, 3, ())
+    nowhere.finish()
+    assert caplog.messages[-1].startswith(
+        "nothing is uploaded now, and the run goes on: the Hugging"
+    )
+    assert TOKEN not in caplog.text

@@ -7,11 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from PIL import Image
 
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.exports.model_card import write_model_card
+from flowgrpo_rc.records.samples import save_grid, save_texts
 
 ROWS = [
     {"step": 0, "val/reward": 0.25, "val/ocr/exact": 0.125},
@@ -104,3 +108,27 @@ def test_no_secret_and_no_host_is_in_it(tmp_path: Path, config: Config) -> None:
     text = card(tmp_path, config).content
     assert "| rewards, weight | remote 0.5 |" in text
     assert not re.search("hunter|host7", text)
+
+
+def test_the_card_shows_samples_of_the_scored_step(tmp_path: Path, config: Config) -> None:
+    """Pictures with their prompts, or texts, as the Hub's `widget`; none of an older step."""
+    assert "widget" not in card(tmp_path, config).data.to_dict()
+    images = np.zeros((6, 8, 8, 3), np.uint8)
+    prompts = [f'a sign: "{i}"' for i in range(6)]
+    stem = tmp_path / "samples" / "step_000002"
+    save_grid(stem.with_suffix(".png"), images, ["sign 0.5"] * 6, prompts)
+    found = card(tmp_path, config)
+    urls = [f"images/{i}.png" for i in range(4)]
+    widget = [{"text": prompts[i], "output": {"url": urls[i]}} for i in range(4)]
+    assert found.data.to_dict()["widget"] == widget
+    assert re.findall(r"!\[sample \d\]\((.*?)\)", found.text) == urls
+    for url in urls:
+        with Image.open(tmp_path / url) as picture:
+            assert picture.size == (128, 128)
+    assert "widget" not in card(tmp_path, config, step=1).data.to_dict()
+    stem.with_suffix(".png").unlink()
+    prompt = Prompt(index=0, text="1+1")
+    save_texts(stem.with_suffix(".jsonl"), ["2"], [prompt], [1.0])
+    assert card(tmp_path, config).data.to_dict()["widget"] == [
+        {"text": "1+1", "output": {"text": "2"}}
+    ]

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from support.report_pages import Page, chart_data, make_run, visible_text, write_rows
 
+from flowgrpo_rc.records.samples import save_grid
 from flowgrpo_rc.report.run import write_report
 
 SECTIONS = ["samples", "reward", "health", "correction", "timesteps", "rejected", "update"]
@@ -36,7 +37,7 @@ def report(run: Path) -> str:
 def test_page_stands_alone_and_has_every_section(report: str) -> None:
     page = Page(report)
     assert [name for name in page.ids if not name.startswith("word-")] == SECTIONS
-    assert len(page.references) == 16 + 6
+    assert len(page.references) == 16 + 12 + 6
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
     words = {name for name in page.ids if name.startswith("word-")}
     assert words == set(re.findall(r'href="#(word-\w+)"', report))
@@ -59,7 +60,7 @@ def test_page_tells_the_outcome(report: str) -> None:
     assert "Training steps: 60" in text
     assert "Step 0" in text
     assert "Step 60" in text
-    assert "Step 20" not in text
+    assert "Step 20" not in text.split("Over time")[0]
     assert "step_20" in text
     assert "1.9 MiB" in text
     assert "step_61" not in text
@@ -74,7 +75,7 @@ def test_before_and_after_stand_above_one_another(run: Path, report: str) -> Non
     grids = [Image.open(run / "samples" / f"step_{step:06d}.png") for step in (0, 60)]
     for number in range(8):
         for step, grid in zip((0, 60), grids, strict=True):
-            (reference,) = page.pictures(f'"w{number}", Step {step}: 0.{step}')
+            reference = page.pictures(f'"w{number}", Step {step}: 0.{step}')[0]
             picture = Image.open(io.BytesIO(base64.b64decode(reference.split(",")[1])))
             left = 8 + number * (128 + 8)
             expected = grid.crop((left, 8, left + 128, 8 + 64))
@@ -125,8 +126,54 @@ def test_a_picture_from_elsewhere_is_not_shown(tmp_path: Path) -> None:
     moved = [row | {"picture": str(tmp_path / "secret.png")} for row in rows]
     write_rows(run, moved, "rejected.jsonl")
     page = Page(write_report(run).read_text())
-    assert len(page.references) == 16
+    assert len(page.references) == 16 + 12
     assert base64.b64encode(b"a secret").decode() not in "".join(page.references)
+
+
+def strip_of(page: Path) -> str:
+    return "<div>" + page.read_text().split('<div class="strip">')[1].split("</section>")[0]
+
+
+def test_a_strip_shows_four_prompts_over_time(tmp_path: Path) -> None:
+    """Of evaluations and of what was drawn between them, at most 12 steps, as small pictures."""
+    run = make_run(tmp_path / "run")
+    shades = [np.full((n, 300, 300, 3), 90, np.uint8) for n in (4, 8)]
+    for step in range(20):
+        images, name = shades[step % 2], ("drawn", "step")[step % 2]
+        captions = [f'"w{i}" 0.{step:02}' for i in range(len(images))]
+        save_grid(run / "samples" / f"{name}_{step:06d}.png", images, captions)
+    text = strip_of(write_report(run))
+    strip = Page(text)
+    assert len(strip.references) == 4 * 12
+    png = base64.b64decode(strip.references[13].partition(",")[2])
+    assert Image.open(io.BytesIO(png)).size == (128, 128)
+    shown = re.findall(r"Step (\d+): 0\.(\d+)", visible_text(text))
+    assert len(shown) == 48
+    assert len(set(shown)) == 12
+    steps = [int(step) for step, _ in shown[:12]]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, 60)
+    assert {step % 2 for step in steps} == {0, 1}
+    other = np.zeros((4, 8, 8, 3), np.uint8)
+    save_grid(run / "samples" / "drawn_000060.png", other, ["another 0.1"] * 4)
+    assert '<div class="strip">' in write_report(run).read_text()  # the evaluation stands for it
+    (run / "samples" / "step_000060.png").unlink()
+    assert '<div class="strip">' not in write_report(run).read_text()
+
+
+def test_texts_over_time_are_a_table(tmp_path: Path) -> None:
+    write_rows(tmp_path, [{"step": 3, "reward/mean": 0.5}])
+    for step in range(3):
+        rows = [
+            {"prompt": f"p{i}", "target": None, "completion": f"c{i}{step}", "score": 0.5}
+            for i in range(4 if step == 1 else 9)
+        ]
+        write_rows(
+            tmp_path / "samples", rows, f"{'drawn' if step == 1 else 'step'}_00000{step}.jsonl"
+        )
+    assert re.findall(r"c\d\d(?=0\.50)", visible_text(strip_of(write_report(tmp_path)))) == [
+        f"c{i}{step}" for i in range(4) for step in range(3)
+    ]
 
 
 def test_report_is_deterministic(run: Path, report: str) -> None:

@@ -140,4 +140,6 @@ class ImageTask(Task):
         if self.model.makes == "video":
             save_animation(stem.with_suffix(".webp"), pictures, captions)
             pictures = film_strips(pictures)
-        return save_grid(stem.with_suffix(".png"), with_sources(pictures, prompts), captions)
+        texts = [prompt.text for prompt in prompts]
+        path = stem.with_suffix(".png")
+        return save_grid(path, with_sources(pictures, prompts), captions, texts)

@@ -1,0 +1,87 @@
+"""What a run leaves for others: LoRAs with their model cards, uploads, and the report."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from torch import Tensor
+
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.exports.hub import Uploads
+from flowgrpo_rc.exports.lora import export_lora
+from flowgrpo_rc.exports.model_card import write_model_card
+from flowgrpo_rc.models.networks import others_in
+from flowgrpo_rc.records.best import BestEvaluation
+from flowgrpo_rc.records.checkpoint import PARTIAL, list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.report.run import write_report
+
+
+def uploads_of(config: Config) -> Uploads | None:
+    """Returns what uploads the LoRAs of a run on the main process; None if nobody asked for it."""
+    repo = config.trainer.push_to_hub
+    return None if repo is None else Uploads(HfApi(), repo)
+
+
+def export_step(
+    config: Config,
+    folder: RunFolder,
+    uploads: Uploads | None,
+    step: int,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Writes lora/step_N, whole or not at all, and begins its upload."""
+    final = folder.lora / f"step_{step}"
+    partial_folder = folder.lora / f"{PARTIAL}{final.name}"
+    for path in (partial_folder, final):
+        shutil.rmtree(path, ignore_errors=True)
+    _export(config, folder, step, tensors, partial_folder)
+    partial_folder.rename(final)
+    if uploads is not None:
+        uploads.add(final, step, others_in(tensors))
+
+
+def leave_results(config: Config, folder: RunFolder, uploads: Uploads | None = None) -> None:
+    """Exports the LoRAs of the newest checkpoint and of the best, and writes the report.
+
+    A checkpoint with averaged weights gives these.
+    """
+    checkpoints = list_checkpoints(folder.checkpoints)
+    newest = checkpoints[-1]
+    best = BestEvaluation(MetricsFile(folder.metrics).rows()).step
+    try:
+        shutil.rmtree(folder.lora_best, ignore_errors=True)  # it may be of steps that are redone
+        for path in checkpoints:
+            if path == newest or path.name == f"step_{best}":
+                found = load_checkpoint(path)
+                tensors = found.tensors.get("ema", found.tensors["lora"])
+                export = partial(_export, config, folder, found.step, tensors)
+                if path.name == f"step_{best}":
+                    export(folder.lora_best)
+                if path == newest:
+                    export(folder.lora)
+                    if uploads is not None:
+                        uploads.add(folder.lora, found.step, others_in(tensors))
+        write_report(folder.root)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot write the results of this run ({error.strerror}); its state of "
+            f"{newest.name.replace('_', ' ')} is saved in {folder.checkpoints}, and the same "
+            "command writes them when there is room",
+            error.filename or str(folder.root),
+        ) from error
+
+
+def _export(
+    config: Config, folder: RunFolder, step: int, tensors: Mapping[str, Tensor], into: Path
+) -> None:
+    export_lora(tensors, config.model, into)
+    source = config.trainer.push_to_hub or "path/to/this/folder"
+    others = others_in(tensors)
+    write_model_card(into, folder.root, config, step=step, source=source, others=others)
