@@ -44,8 +44,8 @@ def disk_bytes(config: Config, num_parameters: int) -> int:
     and once more for each step of `rollout.staleness`.
     """
     copies = 4 + config.rollout.staleness
-    # A new checkpoint is written before the oldest one goes.
-    num_checkpoints = config.trainer.max_checkpoints_to_keep + 1
+    # A new checkpoint is written before the oldest one goes, and the best one stays besides.
+    num_checkpoints = config.trainer.max_checkpoints_to_keep + 2
     return FIRST_NEED + num_checkpoints * num_parameters * 4 * copies
 
 
