@@ -49,7 +49,6 @@ def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True)
         check_output(config)
     prompts = prompts_of(config)
     if trains:
-        _check_overlap(config, prompts)
         check_login(config.trainer.logger)
     check_needs(config.reward)
     for key, files, read in files_of(config, prompts):
@@ -87,7 +86,7 @@ def prompts_of(config: Config) -> Prompts:
     return Prompts(PromptSampler(train, data.train_batch_size, config.trainer.seed), held_out)
 
 
-def _check_overlap(config: Config, prompts: Prompts) -> None:
+def check_overlap(config: Config, prompts: Prompts) -> None:
     """Raises ValueError if held-out prompts are training prompts, unless that is allowed."""
     if config.data.allow_overlap or config.trainer.test_freq == -1:
         return

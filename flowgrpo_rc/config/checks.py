@@ -17,7 +17,13 @@ import torch
 
 from flowgrpo_rc.config.check_engine import check_engine, check_machine
 from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
-from flowgrpo_rc.config.check_inputs import Prompts, check_inputs, inputs_of, suites_of
+from flowgrpo_rc.config.check_inputs import (
+    Prompts,
+    check_inputs,
+    check_overlap,
+    inputs_of,
+    suites_of,
+)
 from flowgrpo_rc.config.check_prompts import check_images, check_texts
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.machine import device_of
@@ -77,6 +83,8 @@ def check_run(
     if trains and model is not None:
         check_networks(config, model, num_processes)
         check_output(config, num_trained(model))
+    if trains:
+        check_overlap(config, prompts)
     return RunInputs(prompts, read, resumed, first)
 
 

@@ -11,7 +11,7 @@ Legend: B samples of this process, G groups of this process. A group is the samp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -144,21 +144,30 @@ def group_decoupled(
 def estimate(
     estimator: str,
     rewards: Tensor,
-    terms: Mapping[str, Tensor],
-    weights: Mapping[str, float],
+    terms: Sequence[Tensor],
+    weights: Sequence[float],
     group: Tensor,
     valid: Tensor,
     *,
+    norm_by_std: bool,
+    global_std: bool,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
     """Computes the advantages of an estimator by its name, one of `ESTIMATORS`.
 
-    `rewards` are weighted sums, [B]; `gdpo` alone reads each of the weighted terms by itself.
+    Args:
+      estimator: the name.
+      rewards: weighted sum of the rewards, [B].
+      terms: each reward by itself, [B]; read by `gdpo` alone.
+      weights: weight of each of the terms.
+      group: index of the prompt that a sample belongs to, [B] int64.
+      valid: samples that have a reward and take part, [B] bool.
+      norm_by_std: whether to divide by a standard deviation.
+      global_std: whether that is the standard deviation of the batch.
+      all_reduce: adds up a tensor over processes.
     """
     if estimator == "gdpo":
-        each = [terms[name].to(group.device) for name in weights]
-        return group_decoupled(each, [*weights.values()], group, valid, all_reduce=all_reduce)
-    norm_by_std, global_std = ESTIMATORS[estimator]
+        return group_decoupled(terms, weights, group, valid, all_reduce=all_reduce)
     return group_relative(
         rewards,
         group,

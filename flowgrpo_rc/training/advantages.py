@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Rewards
-from flowgrpo_rc.core.advantages import advantage_metrics, estimate, farthest
+from flowgrpo_rc.core.advantages import ESTIMATORS, advantage_metrics, estimate, farthest
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.training.config import AlgorithmConfig
@@ -34,13 +34,18 @@ class AdvantageEstimator:
             excluded = batch.wholly_rejected()
             metrics.mean("rollout_corr/excluded_fraction", excluded.double())
             valid = valid & ~excluded
+        # A saved rollout need not have each reward by itself, and only gdpo reads them.
+        weights = self.weights if self.config.adv_estimator == "gdpo" else {}
+        norm_by_std, global_std = ESTIMATORS[self.config.adv_estimator]
         found = estimate(
             self.config.adv_estimator,
             rewards.total.to(device),
-            rewards.parts,
-            self.weights,
+            [rewards.parts[name].to(device) for name in weights],
+            list(weights.values()),
             batch.group,
             valid,
+            norm_by_std=norm_by_std,
+            global_std=global_std,
             all_reduce=self.all_reduce,
         )
         metrics.merge(advantage_metrics(found, valid, batch.group, batch.ends))

@@ -132,9 +132,9 @@ def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
 
 def by_estimator(name: str, group_size: int, *terms: Tensor) -> Tensor:
     group = torch.arange(len(terms[0])) // group_size
-    named = {str(number): term for number, term in enumerate(terms)}
-    valid = torch.ones(len(group), dtype=torch.bool)
-    return estimate(name, sum(terms), named, dict.fromkeys(named, 1.0), group, valid).values
+    options = {"norm_by_std": True, "global_std": ESTIMATORS[name][1]}
+    given = sum(terms), terms, [1.0] * len(terms), group, torch.ones(len(group), dtype=torch.bool)
+    return estimate(name, *given, **options).values
 
 
 @pytest.mark.parametrize("value", [0.83, -0.83, 1 / 3, 1e-6, 4097.0])
