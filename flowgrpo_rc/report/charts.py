@@ -56,7 +56,7 @@ class Chart:
 
     @cached_property
     def lines(self) -> list[Series]:
-        """The lines that have something to draw, each with its colour."""
+        """The lines that have something to draw, each with its colour; equal ones are one line."""
         lines = []
         for index, line in enumerate(self.series):
             points = line.points
@@ -65,7 +65,7 @@ class Chart:
             if known(points):
                 color = index if line.color is None else line.color
                 lines.append(replace(line, points=points, color=color % 4))
-        return lines
+        return _joined(lines)
 
     @property
     def moves(self) -> bool:
@@ -95,6 +95,28 @@ class Chart:
         series = [{"name": one.name, "color": one.color, "faint": one.faint} for one in self.lines]
         axes = {"x": self.x_name, "log": self.log_y, "thresholds": list(self.thresholds)}
         return {**axes, "series": series, "tables": tables}
+
+
+def merged(charts: Sequence[Chart]) -> list[Chart]:
+    """Returns the charts; those that draw the same curves are one, with the titles of all."""
+    found: dict[tuple[Any, ...], Chart] = {}
+    for chart in charts:
+        # Levels may be equal by chance, as many fractions are 0.
+        curves = tuple((line.color, *line.points) for line in chart.lines if chart.moves)
+        key = curves or (chart.title,)
+        first = found.get(key)
+        title = f"{first.title} = {chart.title}" if first else chart.title
+        found[key] = replace(first or chart, title=title)
+    return list(found.values())
+
+
+def _joined(lines: Sequence[Series]) -> list[Series]:
+    found: dict[tuple[Any, ...], Series] = {}
+    for line in lines:
+        key = (line.faint, *line.points)
+        name = f"{found[key].name} = {line.name}" if key in found else line.name
+        found[key] = replace(found.get(key, line), name=name)
+    return list(found.values())
 
 
 def smoothed(line: Series, color: int | None = None) -> list[Series]:

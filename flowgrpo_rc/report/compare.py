@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.report import folder as files
-from flowgrpo_rc.report.charts import Chart, Points, Series, known, shown, smoothed
+from flowgrpo_rc.report.charts import Chart, Points, Series, known, merged, shown, smoothed
 from flowgrpo_rc.report.correction import mean_by_timestep, timestep_chart
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
-from flowgrpo_rc.report.series import Row, distinct, ends, phases, points_of
+from flowgrpo_rc.report.series import Row, distinct, ends, names_below, phases, points_of
 
 MOST_RUNS = 4  # colours that are told apart
 _NAMES_ONLY = ("trainer.output_dir", "trainer.experiment_name", "trainer.project_name")
@@ -66,7 +66,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         names=names,
         caveat=_caveat(runs),
         numbers=_numbers(runs),
-        samples=_last_samples(runs),
+        samples=_samples(runs),
         settings=_settings(runs),
         rewards=_rewards(runs),
         correction=_overlays(runs, _CORRECTION) + by_timestep,
@@ -147,26 +147,35 @@ def _settings(runs: Sequence[ComparedRun]) -> list[list[str]]:
     return rows
 
 
-def _last_samples(runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """Returns the samples of each run's last evaluation, of which there may be none."""
+def _samples(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Returns the samples from before training and of each run's last evaluation, if any."""
+    before: dict[bytes, tuple[ComparedRun, Path]] = {}  # alike of runs from one model
     grids, tables = [], []
     for run in runs:
-        grids += [(run.name, path) for _, path in files.sample_files(run.folder, "png")[-1:]]
-        if texts := files.sample_files(run.folder, "jsonl")[-1:]:
+        pictures = files.sample_files(run.folder, "png")
+        if pictures[1:] and pictures[0][0] == "Step 0":
+            first = pictures[0][1]
+            before.setdefault(first.read_bytes(), (run, first))
+        grids += [(run.name, path) for _, path in pictures[-1:]]
+        if texts := files.sample_files(run.folder, "jsonl"):
             tables += files.side_by_side(texts, run.name)["tables"]
-    found = files.side_by_side(grids) if grids else {}
+    firsts = []
+    for run, path in before.values():
+        is_base = run.settings.get("model.lora_path", "None") == "None"
+        words = "base model" if is_base else "before training"
+        firsts.append((words if len(before) == 1 else f"{run.name}, {words}", path))
+    found = files.side_by_side(firsts + grids) if grids else {}
     return found | ({"tables": tables} if tables else {})
 
 
 def _rewards(runs: Sequence[ComparedRun]) -> list[Chart]:
-    wholes = (("val/", "val/reward"), ("reward/", "reward/mean"))
-    parts = {name for run in runs for whole in wholes for name in distinct(run.rows, *whole)[1:]}
-    others = [name for name in sorted(parts) if not name.endswith("failed_fraction")]
-    return [
-        _overlay(runs, "Held-out reward", "val/reward", word="reward"),
-        _overlay(runs, "Training reward", "reward/mean", word="reward"),
-        *(_overlay(runs, name, name) for name in others),
-    ]
+    wholes = {"val/reward": "Held-out reward", "reward/mean": "Training reward"}
+    parts = {
+        name for run in runs for at in ("val/", "reward/") for name in names_below(run.rows, at)
+    }
+    others = [name for name in sorted(parts - set(wholes)) if not name.endswith("failed_fraction")]
+    charts = [_overlay(runs, title, name, word="reward") for name, title in wholes.items()]
+    return merged(charts + [_overlay(runs, name, name) for name in others])
 
 
 def _overlays(

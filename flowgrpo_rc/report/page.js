@@ -41,8 +41,12 @@
     return ticks.map((tick) => (tick === 0 ? "0" : tick.toFixed(decimals)));
   }
 
-  function drawThresholds(u, bounds) {
+  // Draws those that are in view, and says that they are dashed where there are any.
+  function drawThresholds(u, { box, spec }) {
     const { min, max } = u.scales.y;
+    const bounds = spec.thresholds.filter((bound) => bound > min && bound < max);
+    const said = box.parentElement.querySelector(".dashed");
+    if (said) said.hidden = bounds.length === 0;
     const { left, width } = u.bbox;
     const context = u.ctx;
     context.save();
@@ -51,7 +55,7 @@
     context.font = `${11 * devicePixelRatio}px ui-monospace, monospace`;
     context.textAlign = "right";
     context.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
-    for (const bound of bounds.filter((bound) => bound > min && bound < max)) {
+    for (const bound of bounds) {
       const height = u.valToPos(bound, "y", true);
       context.beginPath();
       context.moveTo(left, height);
@@ -186,7 +190,7 @@
         setCursor: [(u) => showValues(u, chart)],
         draw: [
           (u) => {
-            drawThresholds(u, spec.thresholds);
+            drawThresholds(u, chart);
             showValues(u, chart);
           },
         ],

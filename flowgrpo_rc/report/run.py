@@ -15,10 +15,10 @@ from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.report import correction, folder, suites
-from flowgrpo_rc.report.charts import Chart, Series, known, smoothed
+from flowgrpo_rc.report.charts import Chart, Series, known, merged, smoothed
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
-from flowgrpo_rc.report.series import Row, charts_of, distinct, ends, phases, points_of
+from flowgrpo_rc.report.series import Row, charts_of, distinct, ends, names_below, phases, points_of
 
 # Title, its word, note, thresholds, the metrics drawn.
 _UPDATE = """
@@ -128,12 +128,15 @@ def _rewards(rows: Sequence[Row]) -> tuple[Chart, list[Chart]]:
     training = Series(name="training", points=points_of(rows, "reward/mean"))
     held_out = Series(name="held-out", points=points_of(rows, "val/reward"), color=1)
     lines = [*smoothed(training, color=0), held_out]
-    mean = Chart(title="Mean reward", series=lines, word="reward")
     charts = []
-    for name in distinct(rows, "reward/", "reward/mean")[1:]:
+    _, *others = distinct(rows, "reward/", "reward/mean")
+    same = [name for name in names_below(rows, "reward/") if name not in ("reward/mean", *others)]
+    note = f"the numbers of training are those of {', '.join(same)}, too" if same else ""
+    mean = Chart(title="Mean reward", series=lines, note=note, word="reward")
+    for name in others:
         line = Series(name=name.rpartition("/")[2], points=points_of(rows, name))
         charts.append(Chart(title=name, series=smoothed(line, color=0)))
-    return mean, charts + charts_of(_RESPONSES, rows)
+    return mean, merged(charts) + charts_of(_RESPONSES, rows)
 
 
 def _timing(rows: Sequence[Row]) -> list[tuple[str, float, str]]:

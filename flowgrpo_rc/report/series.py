@@ -64,7 +64,7 @@ def clip_band(rows: Sequence[Row]) -> tuple[str, tuple[float, ...]]:
         if size is not None and over is not None and row[size] and row[over]:
             # The second metric is the first over the band.
             band = row[size] / row[over]
-            return f"; dashed: the clip band, {band:.2g}", (band,)
+            return f"; the clip band is {band:.2g}", (band,)
     return "", ()
 
 

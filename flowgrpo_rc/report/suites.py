@@ -40,7 +40,7 @@ def curves(rows: Sequence[Row]) -> list[Chart]:
         if name.endswith(_CHANGE):
             suite = name.removeprefix(_PREFIX).removesuffix(_CHANGE)
             lines = [Series(name=line, points=points_of(rows, name + e)) for line, e in _LINES]
-            note = "dashed: no change; the interval is one of 95% over prompts"
+            note = "0 is no change; the interval is one of 95% over prompts"
             title = f"{suite}: change to the base model"
             chart = Chart(title=title, series=lines, note=note, thresholds=(0.0,), word="suite")
             charts.append(chart)

@@ -92,13 +92,55 @@ def test_samples_stand_side_by_side_and_the_page_is_deterministic(tmp_path: Path
     first = write_comparison(runs, tmp_path / "page.html").read_bytes()
     assert write_comparison(runs, tmp_path / "page.html").read_bytes() == first
     references = Page(first.decode()).references
-    # The runs are alike: eight samples, each twice.
-    assert references[::2] == references[1::2]
-    assert len(references) == 2 * 8
-    labels = [label for label, _ in Page(first.decode()).images[:2]]
-    assert labels == [f'"w0", {name}: 0.60' for name in ("one", "two")]
+    # The runs are alike: eight samples of each, and of the model that both began with.
+    assert references[1::3] == references[2::3] != references[::3]
+    assert len(references) == 3 * 8
+    labels = [label for label, _ in Page(first.decode()).images[:3]]
+    assert labels == [f'"w0", {name}' for name in ("base model: 0.0", "one: 0.60", "two: 0.60")]
     assert "hunter" not in first.decode()
     assert "<script>alert" not in first.decode()
+
+
+def test_pictures_before_training_are_shown_once_for_each_model(tmp_path: Path) -> None:
+    one, two = (make_run(tmp_path / name) for name in ("one", "two"))
+    (one / "config.yaml").unlink()
+    (two / "config.yaml").write_text("model: {lora_path: first/lora}\n")
+    (two / "samples" / "step_000000.png").write_bytes(
+        (one / "samples" / "step_000020.png").read_bytes()
+    )
+    page = write_comparison([one, two], tmp_path / "page.html").read_text()
+    labels = [label.partition(", ")[2] for label, _ in Page(page).images[:4]]
+    before = ["one, base model: 0.0", "two, before training: 0.20"]
+    assert labels == [*before, "one: 0.60", "two: 0.60"]
+
+
+def test_equal_curves_share_a_chart_whose_title_names_them(tmp_path: Path) -> None:
+    names = ("val/reward", "val/ocr", "val/ocr/exact", "reward/mean", "reward/a", "reward/b")
+    runs = []
+    for number, last in enumerate([0.75, 0.5]):
+        values = [
+            [0.25, 0.5, 1.0],
+            [0.25, 0.5, 1.0],
+            [0.25, 0.5, last],
+            [0, 0, 0],
+            [0, 1, 2],
+            [0, 1, 2],
+        ]
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+        steps = [{"step": step} | row for step, row in enumerate(rows, 1)]
+        runs.append(write_rows(tmp_path / str(number), steps))
+    page = write_comparison(runs, tmp_path / "page.html").read_text()
+    section = page.split('<section id="reward">')[1].split("</section>")[0]
+    assert re.findall("<b>(?:<a[^>]*>)?([^<]*)", section.replace("\n", "")) == [
+        "Held-out reward = val/ocr",
+        "Training reward",
+        "reward/a = reward/b",
+        "val/ocr/exact",
+    ]
+    # So are the equal curves of two runs.
+    assert [line["name"] for line in chart_data(page, "reward/a = reward/b")["series"]] == ["0 = 1"]
+    exact = chart_data(page, "val/ocr/exact")
+    assert [line["name"] for line in exact["series"]] == ["0", "1"]
 
 
 def test_what_cannot_be_compared_is_refused(

@@ -34,7 +34,7 @@ def test_the_clip_band_is_drawn_in_the_range_of_the_mismatch(
     moved = "rollout_corr/policy_drift_abs_mean"
     write_rows(tmp_path, [row | {"step": step, moved: step * 3e-5} for step in (1, 2)])
     text = write_report(tmp_path).read_text()
-    assert text.count("dashed: the clip band, 0.0002") == (2 if over else 0)
+    assert text.count("the clip band is 0.0002") == (2 if over else 0)
     for title in ("Noise floor", "Difference by timestep"):
         assert chart_data(text, title)["thresholds"] == ([2e-4] if over else [])
     drift = chart_data(text, "Noise floor")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.browser import Browser, browser, find_browser
-from support.report_pages import Page, make_run
+from support.report_pages import Page, make_run, write_rows
 
 from flowgrpo_rc.report.compare import write_comparison
 from flowgrpo_rc.report.run import write_report
@@ -126,6 +126,18 @@ def test_the_pointer_shows_values_in_all_charts(tab: Browser, pages: Mapping[str
     tab.mouse("mouseMoved", 2, 2)
     assert tab.eval(LEGENDS)[0][0] == "step 60"
     assert tab.complaints() == []
+
+
+def test_lines_are_called_dashed_where_there_are_any(tab: Browser, tmp_path: Path) -> None:
+    """The band of the other run is far above its data."""
+    name = "rollout_corr/logprob_abs_diff_p50"
+    for folder, over, said in (("inside", 0.5, True), ("outside", 1e-3, False)):
+        clip = "rollout_corr/mismatch_over_clip"
+        rows = [{"step": step, name: step * 1e-4, clip: step * over} for step in (1, 2)]
+        page = write_report(write_rows(tmp_path / folder, rows))
+        tab.open(page, width=1000)
+        note = tab.eval("document.querySelector('#correction .chart small').innerText")
+        assert note.endswith(f"the clip band is {1e-4 / over:.2g}{' (dashed)' if said else ''}")
 
 
 def test_dragging_zooms_all_charts_until_it_is_reset(

@@ -102,6 +102,7 @@ def test_the_training_reward_is_smoothed_and_constants_are_told(report: str) -> 
     ]
     assert data["tables"][2][0] == [0, 20, 40, 60]
     text = visible_text(report)
+    assert "the numbers of training are those of reward/ocr, too" in text
     assert "Effective sample size: 1, at all 60 steps." in text
     assert "Learning rate: 0.0003, at all 60 steps." in text
 
