@@ -97,7 +97,8 @@ def test_a_run_decodes_only_what_is_looked_at(kind, decoded, train, tmp_path, mo
     decode = AutoencoderKL.decode
 
     def counted(vae, latents, *args, **kwargs):
-        calls.append(len(latents))
+        if not latents.is_meta:  # else it is the check before anything is loaded
+            calls.append(len(latents))
         return decode(vae, latents, *args, **kwargs)
 
     monkeypatch.setattr(AutoencoderKL, "decode", counted)
