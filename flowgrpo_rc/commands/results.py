@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -37,11 +36,11 @@ def export_step(
 ) -> None:
     """Writes lora/step_N, whole or not at all, and begins its upload."""
     final = folder.lora / f"step_{step}"
-    partial_folder = folder.lora / f"{PARTIAL}{final.name}"
-    for path in (partial_folder, final):
+    partial = folder.lora / f"{PARTIAL}{final.name}"
+    for path in (partial, final):
         shutil.rmtree(path, ignore_errors=True)
-    _export(config, folder, step, tensors, partial_folder)
-    partial_folder.rename(final)
+    _export(config, folder, step, tensors, partial)
+    partial.rename(final)
     if uploads is not None:
         uploads.add(final, step, others_in(tensors))
 
@@ -51,22 +50,18 @@ def leave_results(config: Config, folder: RunFolder, uploads: Uploads | None = N
 
     A checkpoint with averaged weights gives these.
     """
-    checkpoints = list_checkpoints(folder.checkpoints)
-    newest = checkpoints[-1]
+    newest = list_checkpoints(folder.checkpoints)[-1]
     best = BestEvaluation(MetricsFile(folder.metrics).rows()).step
+    places = ((newest, folder.lora), (folder.checkpoints / f"step_{best}", folder.lora_best))
     try:
         shutil.rmtree(folder.lora_best, ignore_errors=True)  # it may be of steps that are redone
-        for path in checkpoints:
-            if path == newest or path.name == f"step_{best}":
+        for path, into in places:
+            if path.is_dir():
                 found = load_checkpoint(path)
                 tensors = found.tensors.get("ema", found.tensors["lora"])
-                export = partial(_export, config, folder, found.step, tensors)
-                if path.name == f"step_{best}":
-                    export(folder.lora_best)
-                if path == newest:
-                    export(folder.lora)
-                    if uploads is not None:
-                        uploads.add(folder.lora, found.step, others_in(tensors))
+                _export(config, folder, found.step, tensors, into)
+                if uploads is not None and into == folder.lora:
+                    uploads.add(into, found.step, others_in(tensors))
         write_report(folder.root)
     except OSError as error:
         raise OSError(
