@@ -26,6 +26,7 @@ from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.models.architecture import build_architecture, unpack_architecture
 from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.records.metrics_file import MetricsFile
 
 TIMEOUT_S = 900.0
@@ -44,7 +45,6 @@ JOB = (
     "reward.terms.ocr=null",
     "reward.terms.jpeg.weight=1.0",
 )
-_NEEDS_TORCHAO = 'needs torchao: pip install "flowgrpo-rc[quantization]"'
 _FLOOR = "actor/rollout_corr/logprob_abs_diff_mean"
 _LARGEST = "actor/rollout_corr/logprob_abs_diff_max"
 _OVER_EXPECTED = "actor/rollout_corr/mismatch_over_expected"
@@ -67,7 +67,7 @@ Check = Callable[[], Finding]
 def gpu_checks(device: torch.device) -> list[tuple[str, Check]]:
     """Returns the checks of a device by name, the quick ones first."""
     no_compiler = "no compiler" if missing_for_compiling(device) else ""
-    no_torchao = "" if find_spec("torchao") else _NEEDS_TORCHAO
+    no_torchao = "" if find_spec("torchao") else f"needs torchao: {install_hint('quantization')}"
     return [
         ("GPU", partial(check_device, device)),
         ("memory", partial(check_memory, device)),

@@ -134,7 +134,7 @@ def _rewards(rows: Sequence[Row]) -> tuple[Chart, list[Chart]]:
     note = f"the numbers of training are those of {', '.join(same)}, too" if same else ""
     mean = Chart(title="Mean reward", series=lines, note=note, word="reward")
     for name in others:
-        line = Series(name=name.rpartition("/")[2], points=points_of(rows, name))
+        line = Series(name="training", points=points_of(rows, name))
         charts.append(Chart(title=name, series=smoothed(line, color=0)))
     return mean, merged(charts) + charts_of(_RESPONSES, rows)
 

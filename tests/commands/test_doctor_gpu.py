@@ -64,6 +64,15 @@ def test_a_replay_that_differs(monkeypatch: pytest.MonkeyPatch, largest: float, 
     assert doctor_gpu.check_fp32().state == state
 
 
+def test_a_missing_package_is_named_as_wheel_and_clone_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor_gpu, "find_spec", lambda _: None)
+    found = dict(doctor_gpu.gpu_checks(CPU))["int8 rollout"]()
+    assert found.state == "skipped"
+    assert found.found.startswith("needs torchao: pip install 'torchao>=")
+
+
 def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     found = doctor_gpu.check_compilers(CPU)

@@ -107,6 +107,15 @@ def test_the_training_reward_is_smoothed_and_constants_are_told(report: str) -> 
     assert "Learning rate: 0.0003, at all 60 steps." in text
 
 
+def test_equal_parts_of_a_reward_share_a_chart(tmp_path: Path) -> None:
+    rows = [{"step": n, "reward/mean": n, "reward/a": n, "reward/b": n * n} for n in (1, 2, 3)]
+    rows = [row | {"reward/c": row["step"] ** 2, "reward/d": -row["step"]} for row in rows]
+    page = write_report(write_rows(tmp_path, rows)).read_text()
+    assert chart_data(page, "reward/b = reward/c")["tables"] == [[[1, 2, 3], [1, 4, 9]]]
+    assert chart_data(page, "reward/d")["tables"] == [[[1, 2, 3], [-1, -2, -3]]]
+    assert "the numbers of training are those of reward/a, too" in page
+
+
 def test_rejected_samples_tell_the_bound_that_they_broke(report: str) -> None:
     """Each second one is not finite, which no chart can draw."""
     text = visible_text(report)
