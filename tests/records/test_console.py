@@ -8,6 +8,7 @@ import re
 import pytest
 
 from flowgrpo_rc.records.console import Console
+from flowgrpo_rc.records.speed import SPEED
 
 
 def console_output(*, quiet: bool = False, show_steps: bool = True) -> str:
@@ -84,6 +85,5 @@ def test_a_narrow_terminal_shows_the_step_whole(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "60")
     stream = io.StringIO()
     with Console(total_steps=20000, stream=stream) as console:
-        console.step(12345, {"reward/mean": 0.5, "perf/samples_per_second": 41.26})
-        console.step(12346, {"val/reward": 0.75})
+        console.step(12346, {"reward/mean": 0.5, "val/reward": 0.75, SPEED: 41.26})
     assert "step 12346/20000 " in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())

@@ -63,17 +63,6 @@ def test_lines_that_do_not_move_are_told_not_drawn(values: list[float | None], w
     assert page.count("<figure") == 1
 
 
-def test_equal_lines_are_one_with_both_names() -> None:
-    values = {"token": [1.0, 2.0], "seq": [1.0, 2.0], "max": [1.0, 3.0]}
-    lines = [Series(name=name, points=list(enumerate(ys))) for name, ys in values.items()]
-    data = chart_data(draw(Chart(title="c", series=lines)), "c")
-    assert [(line["name"], line["color"]) for line in data["series"]] == [
-        ("token = seq", 0),
-        ("max", 2),
-    ]
-    assert len(data["tables"]) == 2
-
-
 def test_a_logarithmic_chart_leaves_out_what_has_no_logarithm() -> None:
     page = draw(chart([0.0, 1e-5, 1e-4], log_y=True))
     assert chart_data(page, "c")["tables"] == [[[0, 1, 2], [None, 1e-5, 1e-4]]]

@@ -107,13 +107,20 @@ def test_the_training_reward_is_smoothed_and_constants_are_told(report: str) -> 
     assert "Learning rate: 0.0003, at all 60 steps." in text
 
 
-def test_equal_parts_of_a_reward_share_a_chart(tmp_path: Path) -> None:
-    rows = [{"step": n, "reward/mean": n, "reward/a": n, "reward/b": n * n} for n in (1, 2, 3)]
-    rows = [row | {"reward/c": row["step"] ** 2, "reward/d": -row["step"]} for row in rows]
+def test_equal_numbers_are_one_line_or_one_chart(tmp_path: Path) -> None:
+    values = {"reward/mean": 1, "reward/a": 1, "reward/b": 2, "reward/c": 2, "reward/d": 3}
+    values |= {
+        f"rollout_corr/{name}": value for name, value in (("chi2_token", 2), ("chi2_seq", 2))
+    }
+    rows = [
+        {name: step**power for name, power in values.items()} | {"step": step} for step in (1, 2)
+    ]
     page = write_report(write_rows(tmp_path, rows)).read_text()
-    assert chart_data(page, "reward/b = reward/c")["tables"] == [[[1, 2, 3], [1, 4, 9]]]
-    assert chart_data(page, "reward/d")["tables"] == [[[1, 2, 3], [-1, -2, -3]]]
+    assert chart_data(page, "reward/b = reward/c")["tables"] == [[[1, 2], [1, 4]]]
+    assert chart_data(page, "reward/d")["tables"] == [[[1, 2], [1, 8]]]
     assert "the numbers of training are those of reward/a, too" in page
+    (line,) = chart_data(page, "Chi-squared divergence")["series"]
+    assert line["name"] == "chi2_token = chi2_seq"
 
 
 def test_rejected_samples_tell_the_bound_that_they_broke(report: str) -> None:
