@@ -411,13 +411,8 @@ def test_the_folder_of_a_result(
     shown = capsys.readouterr().out
     out = tmp_path / "out"
     written = json.loads((out / "calibration.json").read_text())
-    told = [
-        written["diagnosis"]["verdict"],
-        written["reason"],
-        "|log-prob of trainer",
-        "train with",
-    ]
-    assert sorted(told, key=shown.index) == told
+    told = (written["diagnosis"]["verdict"], written["reason"], "|log-prob of", "train with them:")
+    assert sorted(told, key=shown.index) == list(told)
     assert (out / "mismatch.png").read_bytes().startswith(b"\x89PNG")
     # The first copy is fp32 in the same batch shape.
     assert list(written["mismatch"][0]["by_timestep"].values()) == [0.0, 0.0, 0.0]
