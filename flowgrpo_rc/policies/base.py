@@ -83,6 +83,18 @@ class Policy(ABC, Generic[B]):
           once.
         """
 
+    def order(self, batch: B, mini_batch_size: int) -> Tensor | None:
+        """Finds an order in which rows that share a forward are alike.
+
+        Args:
+          batch: the recorded steps, [B, T].
+          mini_batch_size: rows of an update; they stay together.
+
+        Returns:
+          Positions of the rows, int64, [B]; None: they stay as they are.
+        """
+        return None
+
     @abstractmethod
     def evaluate(self, piece: B) -> Evaluation:
         """Evaluates this policy on the recorded steps of one piece.

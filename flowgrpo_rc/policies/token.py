@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from flowgrpo_rc.batch import TokenBatch, TokenSpec
@@ -23,6 +24,7 @@ from flowgrpo_rc.policies.base import Evaluation, Policy, nudge
 # Bound on |log-ratio| before its exponential, so that a diverged policy gives large numbers and no
 # inf. The correction weights and the losses have the same bound.
 _LARGEST = 20.0
+MOST_PADDING = 0.2  # share of padding above which rows are sorted and columns are cut
 
 
 class Responses(NamedTuple):
@@ -93,6 +95,14 @@ class TokenPolicy(Policy[TokenBatch]):
         mask = until_end(ids, torch.tensor(self.model.eos_ids, device=ids.device))
         return Responses(ids, mask, sampler.log_probs().masked_fill(~mask, 0.0))
 
+    def order(self, batch: TokenBatch, mini_batch_size: int) -> Tensor | None:
+        """Sorts the rows of each mini-batch by length, if much of the batch is padding."""
+        mask = torch.cat([batch.prompt_mask, batch.response_mask], 1)
+        if not _is_sparse(mask):
+            return None
+        by_length = mask.sum(1).argsort(stable=True)
+        return by_length[(by_length // mini_batch_size).argsort(stable=True)]
+
     def evaluate(self, piece: TokenBatch) -> Evaluation:
         """Computes the log-probability of each recorded token in one forward.
 
@@ -105,19 +115,26 @@ class TokenPolicy(Policy[TokenBatch]):
         """
         ids = torch.cat([piece.prompt_ids, piece.response_ids], 1)
         mask = torch.cat([piece.prompt_mask, piece.response_mask], 1)
+        # Columns that are padding in all rows need no forward.
+        first, last = _used_columns(mask) if _is_sparse(mask) else (0, mask.shape[1])
+        num_tokens = max(last - piece.prompt_ids.shape[1], 1)
+        last = piece.prompt_ids.shape[1] + num_tokens
         checkpointed = self._checkpoint_gradients and torch.is_grad_enabled()
         saving = gradient_checkpointing(self.network) if checkpointed else nullcontext()
         with self._autocast(), saving, self._moved_embeddings():
             # The logits at a token score the next one. So the last token of a row is left out, and
-            # the last T positions of what remains score the response.
+            # the last positions of what remains score the response.
+            columns = slice(first, last - 1)
             logits = self.network(
-                input_ids=ids[:, :-1],
-                attention_mask=mask[:, :-1].long(),
-                position_ids=positions(mask)[:, :-1],
-                logits_to_keep=piece.num_steps,
+                input_ids=ids[:, columns],
+                attention_mask=mask[:, columns].long(),
+                position_ids=positions(mask)[:, columns],
+                logits_to_keep=num_tokens,
                 use_cache=False,
             ).logits
-        log_probs = token_log_probs(logits, piece.response_ids, piece.spec.temperature)
+        tokens = piece.response_ids[:, :num_tokens]
+        log_probs = token_log_probs(logits, tokens, piece.spec.temperature)
+        log_probs = functional.pad(log_probs, (0, piece.num_steps - num_tokens))
         return Evaluation(log_probs.masked_fill(~piece.response_mask, 0.0))
 
     def pieces(self, micro: TokenBatch) -> Iterator[TokenBatch]:
@@ -174,6 +191,16 @@ class TokenPolicy(Policy[TokenBatch]):
             yield
         finally:
             hook.remove()
+
+
+def _is_sparse(mask: Tensor) -> bool:
+    return bool(mask.double().mean() < 1 - MOST_PADDING)
+
+
+def _used_columns(mask: Tensor) -> tuple[int, int]:
+    """Returns the first column that holds a token, and one past the last."""
+    used = mask.any(0).nonzero().flatten().tolist()
+    return used[0], used[-1] + 1
 
 
 class _Sampler(LogitsProcessor):

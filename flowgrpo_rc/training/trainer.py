@@ -115,7 +115,7 @@ class Trainer:
                 self._metrics.merge(staleness(collected.batch.policy_version, step))
             # Before the rewards are waited for: they are scored while this computes.
             with self._timed("old_log_prob"):
-                batch = self.algorithm.begin(collected.batch, step)
+                batch = self._begin(collected.batch, step)
             with self._timed("reward_wait"):
                 rewards = collected.rewards()
                 # Here, since it waits for the rewards of the other processes.
@@ -144,8 +144,20 @@ class Trainer:
         self.source.close()
         self.journal.log.trackers.finish()
 
+    def _begin(self, batch: Batch, step: int) -> Batch:
+        """Returns the batch with what the algorithm knows of it before rewards.
+
+        It sees the rows in the update's order, so that its forwards have the update's shapes.
+        """
+        order = self.task.policy.order(batch, self.mini_batch_size)
+        if order is None:
+            return self.algorithm.begin(batch, step)
+        return self.algorithm.begin(batch.select(order), step).select(order.argsort())
+
     def _update(self, batch: Batch) -> None:
+        order = self.task.policy.order(batch, self.mini_batch_size)
         try:
+            batch = batch if order is None else batch.select(order)
             metrics = self.update.run(batch, self.mini_batch_size)
             if self._step == self.config.total_training_steps:
                 self.update.check_trained()

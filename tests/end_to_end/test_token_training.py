@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.runs import LEFT, Train, read_rows, stopped_and_whole
 
 from flowgrpo_rc.batch import Prompt
@@ -31,6 +32,23 @@ def test_a_run_leaves_what_an_image_run_leaves(train_text: Train, tmp_path: Path
     assert len(samples) == 8
     assert samples[0].keys() == {"prompt", "target", "completion", "score"}
     assert samples[0]["prompt"] in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_sorting_by_length_changes_rounding_alone(
+    train_text: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool
+) -> None:
+    settings = (f"{RC}.bypass_mode={str(bypass).lower()}", "model.dtype=fp64", "rollout.dtype=fp64")
+    ragged = (*settings, "rollout.response_length=32", "actor.ppo_micro_batch_size_per_gpu=2")
+    tensors = {}
+    for most in (0.0, 1.0):
+        monkeypatch.setattr("flowgrpo_rc.policies.token.MOST_PADDING", most)
+        run = tmp_path / str(most)
+        assert train_text(*ragged, f"trainer.output_dir={run}") == 0
+        tensors[most] = load_file(run / "checkpoints" / "step_2" / "lora.safetensors")
+    assert any(not torch.equal(one, tensors[1.0][name]) for name, one in tensors[0.0].items())
+    for name, one in tensors[0.0].items():
+        torch.testing.assert_close(one, tensors[1.0][name], atol=1e-8, rtol=1e-6)
 
 
 def test_a_healthy_small_run_has_no_warnings(train_text: Train, tmp_path: Path) -> None:

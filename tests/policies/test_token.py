@@ -29,6 +29,40 @@ def padded(batch: TokenBatch, left: int, right: int) -> TokenBatch:
     )
 
 
+def test_rows_of_like_length_share_forwards_where_a_fifth_is_padding(trained_lm: CausalLM) -> None:
+    batch, _ = sample_texts(trained_lm)
+    batch = padded(batch, 30, 20)
+    policy = TokenPolicy(trained_lm, trained_lm.network)
+    order = policy.order(batch, 6)
+    assert order is not None
+    lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(1)
+    for start in range(0, len(batch), 6):
+        rows = order[start : start + 6]
+        assert sorted(rows.tolist()) == list(range(start, min(start + 6, len(batch))))
+        assert lengths[rows].tolist() == sorted(lengths[rows].tolist())
+    seen = []
+    hook = trained_lm.network.register_forward_pre_hook(
+        lambda module, args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    sorted_batch = batch.select(order)
+    found = policy.log_probs(sorted_batch, 2)
+    hook.remove()
+    most = [
+        int(
+            sorted_batch.prompt_mask[rows].sum(1).max()
+            + sorted_batch.response_mask[rows].sum(1).max()
+        )
+        for rows in torch.arange(len(batch)).split(2)
+    ]
+    assert seen == [width - 1 for width in most]  # nothing follows the last token
+    torch.testing.assert_close(found, policy.log_probs(batch, 6)[order], atol=5e-6, rtol=0)
+    full = batch.replace(
+        prompt_mask=torch.ones_like(batch.prompt_mask),
+        response_mask=torch.ones_like(batch.response_mask),
+    )
+    assert policy.order(full, 6) is None
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-6)])
 def test_log_probs_do_not_depend_on_padding(
