@@ -246,8 +246,12 @@ FREE_FORM = (
 
 
 def replaces(key: str, value: Any) -> bool:
-    """Returns whether an override is a mapping that replaces what its key held, not joins it."""
-    return isinstance(value, Mapping) and f"{key}.".startswith(FREE_FORM)
+    """Returns whether an override is a mapping that replaces what its key held, not joins it.
+
+    A section with keys of this project keeps those that the mapping leaves out.
+    """
+    is_section = key in (DIFFUSION_KEY, TOKEN_KEY)
+    return isinstance(value, Mapping) and f"{key}.".startswith(FREE_FORM) and not is_section
 
 
 @cache

@@ -194,6 +194,9 @@ class TokenPolicy(Policy[TokenBatch]):
 
 
 def _is_sparse(mask: Tensor) -> bool:
+    """Returns whether much of a mask is padding; False off the CPU, where asking would wait."""
+    if mask.device.type != "cpu":
+        return False
     return bool(mask.double().mean() < 1 - MOST_PADDING)
 
 

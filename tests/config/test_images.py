@@ -13,7 +13,7 @@ from support.compositions import config_of
 from support.tiny_models import png
 
 from flowgrpo_rc.config.check_engine import engine_of
-from flowgrpo_rc.config.check_inputs import check_inputs
+from flowgrpo_rc.config.check_inputs import check_overlap, prompts_of
 from flowgrpo_rc.config.checks import check_run
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.qwen_image_edit import QwenImageEdit
@@ -51,10 +51,10 @@ def test_the_same_words_about_another_picture_are_another_prompt(
     edits: Config, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="1 of 1 held-out prompts are training prompts"):
-        check_inputs(edits)
+        check_overlap(edits, prompts_of(edits))
     (tmp_path / "c.png").write_bytes(png(np.ones((64, 64, 3), np.uint8)))
     (tmp_path / "val.jsonl").write_text('{"prompt": "\\"X\\"", "image": "c.png"}')
-    check_inputs(edits)
+    check_overlap(edits, prompts_of(edits))
 
 
 def test_a_distilled_checkpoint_takes_no_guidance(edits: Config) -> None:
