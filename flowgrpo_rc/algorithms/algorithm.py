@@ -65,11 +65,9 @@ class Algorithm(ABC, Generic[B]):
 
     @abstractmethod
     def begin(self, batch: B, step: int) -> B:
-        """Returns the batch with what can be known before rewards and updates.
+        """Returns the samples of this process with what can be known before rewards and updates.
 
-        Args:
-          batch: the samples of this process.
-          step: the iteration, from 1.
+        Iterations count from 1.
         """
 
     def before_update(self, minis: Sequence[B]) -> list[B]:

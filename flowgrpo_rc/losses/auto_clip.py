@@ -26,17 +26,9 @@ _NAME = "bound"
 
 
 def parse_auto(key: str, value: object) -> float | None:
-    """Parses the k of "auto:k".
+    """Parses the k of "auto:k", the value of an option `key`; None if it is a number.
 
-    Args:
-      key: name of the option, for messages.
-      value: its value.
-
-    Returns:
-      k; None if the value is a number.
-
-    Raises:
-      ValueError: if the value is neither.
+    ValueError if it is neither.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return None
@@ -82,13 +74,8 @@ class AutoClip:
     ) -> None:
         """Starts without observations.
 
-        Args:
-          loss: says what it bounds.
-          deviations: k.
-          floor: the least bound; None for the bound of the published recipe.
-          centered: whether the loss takes centered log-ratios.
-          num_steps: number of steps of the schedule, S.
-          device: where the observations are kept.
+        `deviations` is k, `floor` the least bound; None for the bound of the published recipe. The
+        schedule has `num_steps`, S.
         """
         self._loss = loss
         self._centered = centered
@@ -107,10 +94,8 @@ class AutoClip:
     ) -> None:
         """Notes what the loss compared with its bound before any update.
 
-        Args:
-          batch: samples with rollout log-probs, [b, t].
-          log_probs: of the training graph, [b, t].
-          gaussian: the training graph's steps, [b, t]; None if the loss does not read them.
+        The log-probs are those of the training graph, [b, t], and so are the steps, None if the
+        loss does not read them.
         """
         log_ratio = log_probs.detach().double() - require_rollout_log_probs(batch)
         if gaussian is not None:
@@ -131,11 +116,7 @@ class AutoClip:
         self._history.add(batch.step_indices, torch.where(sizes.isfinite(), sizes, torch.nan))
 
     def finish(self, gather: Gather) -> None:
-        """Ends an iteration: the bounds take in what all processes have seen.
-
-        Args:
-          gather: joins the rows of all processes.
-        """
+        """Ends an iteration: the bounds take in what all processes have seen."""
         self._history.finish(gather)
         scale = self._deviations**2 if self._is_kl else self._deviations * ROBUST
         bounds = []

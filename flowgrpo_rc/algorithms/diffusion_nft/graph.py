@@ -35,15 +35,11 @@ class VelocityGraph:
         self.network = flow.network
 
     def noised(self, batch: DiffusionBatch, times: int | None) -> DiffusionBatch:
-        """Draws the noise levels at which samples are trained on.
+        """Draws the noise levels at which finished samples, `all_latents` [B, 1, ...], are trained
+        on.
 
-        Args:
-          batch: finished samples: `all_latents` is [B, 1, ...].
-          times: T, noise levels of each sample; None for all of the schedule.
-
-        Returns:
-          The batch with a noise level in place of each step, [B, T]. `all_latents` repeats the
-          samples, and takes no memory for it.
+        Returns the batch with a noise level in place of each step, [B, T]: `times` of them, or all
+        of the schedule for None. `all_latents` repeats the samples, and takes no memory for it.
         """
         schedule = self._flow.model.walked_schedule(batch.spec)
         steps = draw_times(batch.seed.tolist(), len(schedule.timesteps), times).to(batch.seed)
@@ -60,15 +56,9 @@ class VelocityGraph:
         return self._flow.pieces(micro)
 
     def evaluate(self, piece: DiffusionBatch) -> Matching:
-        """Evaluates the transformer at the noised samples of a piece.
+        """Evaluates the transformer at the noised samples of a piece, [b, t].
 
             x_t = (1 - sigma) x + sigma e
-
-        Args:
-          piece: samples and noise levels, [b, t].
-
-        Returns:
-          The velocities and their targets.
 
         See "Flow Matching for Generative Modeling", https://arxiv.org/abs/2210.02747.
         """

@@ -80,21 +80,16 @@ class PolicyGradient(Algorithm[Any]):
     def enter(
         self, piece: Any, now: Evaluation, *, updates: int
     ) -> tuple[Any, GaussianSteps | None]:
-        """Returns a piece as the loss takes it, and the Gaussians of its steps.
+        """Returns a piece, [b, t], as the loss takes it, and the Gaussians of its steps.
 
-        Args:
-          piece: what one call of the loss sees, [b, t].
-          now: what a forward says of the current policy on it.
-          updates: how many updates of the iteration came before.
+        `now` is what a forward says of the current policy on it; `updates` of the iteration came
+        before.
         """
 
     @abstractmethod
     def leave(self, mini: Any, told: Told) -> Any:
-        """Returns a mini-batch with what its forwards have told, for later epochs.
-
-        Args:
-          mini: the mini-batch, [B, T].
-          told: by its forwards before its own update, [B, T].
+        """Returns a mini-batch, [B, T], for later epochs, with what its forwards have told before
+        its update.
         """
 
     def observe(self, seen: Seen, *, updated: bool) -> None:

@@ -193,13 +193,9 @@ class Decoupled(PolicyGradient):
 def make_mode(
     correction: RolloutCorrectionConfig, *, own_forwards: bool, keep_means: bool, **shared: Any
 ) -> PolicyGradient:
-    """Makes the mode that the settings ask for.
+    """Makes the mode that the settings ask for; `shared` are the attributes that both modes have.
 
-    Args:
-      correction: settings of the correction.
-      own_forwards: decoupled mode takes the first mini-batch's own forwards for its old policy.
-      keep_means: decoupled mode keeps the means of the old policy's steps for the loss.
-      **shared: the attributes that both modes have.
+    `own_forwards` and `keep_means` are those of decoupled mode.
     """
     shared["centered"] = bool(correction.centered)
     if correction.bypass_mode:

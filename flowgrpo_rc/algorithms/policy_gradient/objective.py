@@ -59,15 +59,10 @@ class Objective(ABC):
         batch: Any,
         gaussian: GaussianSteps | None,
     ) -> PolicyLoss:
-        """Computes the configured policy loss of each step, [B, T].
+        """Computes the configured policy loss of each step, [B, T]; differentiable in `current`.
 
-        Args:
-          current: of the current policy, as `compared` returns it, [B, T]; differentiable.
-          old: of the old policy, [B, T].
-          advantages: clipped, [B, T].
-          keep_mask: bool, the steps that were not rejected, [B, T].
-          batch: the samples.
-          gaussian: the current policy's steps, [B, T]; None where steps are not Gaussian.
+        `current` and `old` are as `compared` returns them, advantages are clipped, `keep_mask`
+        holds the steps that were not rejected; `gaussian` is None where steps are not Gaussian.
         """
 
     def compared(
@@ -189,19 +184,12 @@ def _put_loss(
 
 
 def shares(counted: Tensor, aggregation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Computes how much each step counts in the sum, and what the sum is divided by.
+    """Computes how much each step counts in the sum, [B, T], and what the sum is divided by,
+    float64.
 
-    token-mean: the mean over steps. seq-mean-token-sum: the mean over sequences of their sums.
-    seq-mean-token-mean: the mean over sequences of their means. A sequence without a counted step
-    is not a sequence of the mean.
-
-    Args:
-      counted: bool, the steps that the mean is taken over, [B, T].
-      aggregation: one of the three means.
-      dtype: of the shares.
-
-    Returns:
-      The share of each step, [B, T], and the number of steps or sequences, float64 scalar.
+    token-mean: the mean over the steps in `counted`, bool [B, T]. seq-mean-token-sum: the mean over
+    sequences of their sums. seq-mean-token-mean: the mean over sequences of their means. A sequence
+    without a counted step is not a sequence of the mean.
     """
     share = counted.to(dtype)
     counted_B = counted.sum(1)
