@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import NamedTuple, TypeVar
 
 from flowgrpo_rc.batch import Prompt
@@ -74,7 +75,8 @@ def code_input(key: str, code: object) -> dict[str, Input]:
     try:
         source = inspect.getsource(code)  # type: ignore[arg-type]
         place = inspect.getsourcefile(code)  # type: ignore[arg-type]
-    except (OSError, TypeError):
+    # Of code that was executed from a text, Python looks in a file that may hold anything.
+    except (OSError, TypeError, SyntaxError, TokenError):
         return {}
     return {key: Input(str(place), hashlib.sha256(source.encode()).hexdigest())}
 
