@@ -121,7 +121,7 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
         if folder.is_dir() and not files:
             reason += (
                 ". It has no *.safetensors; if its repository of the Hub has one variant alone, "
-                "such as fp16, give the folder that `hf download REPOSITORY --local-dir FOLDER` makes"
+                "such as fp16, give the folder that `hf download NAME --local-dir FOLDER` makes"
             )
         raise ValueError(reason if where in reason else f"{where}: {reason}") from error
     file = f"{folder.name}/{files[0].name}" if len(files) == 1 else f"the files of {place}"
