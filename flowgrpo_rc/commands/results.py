@@ -1,4 +1,4 @@
-"""What a run leaves for others: LoRAs with their model cards, uploads, and the report."""
+"""Writes what a run leaves for others: LoRAs with their model cards, uploads, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python gives in place of a command line: arguments, overrides by key, prompts, callbacks."""
+"""Takes from Python what a command line gives: arguments, overrides by key, prompts, callbacks."""
 
 from __future__ import annotations
 

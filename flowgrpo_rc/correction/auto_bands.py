@@ -33,7 +33,7 @@ FLOOR = 1e-6
 
 
 class Scale(NamedTuple):
-    """Where a band lies and how wide it is, at each step of the schedule; float64, [U * S]."""
+    """Says where a band lies and how wide it is, at each step of the schedule; float64, [U * S]."""
 
     centre: Tensor  # median of the observations; 0 until the step is warm
     spread: Tensor  # their robust standard deviation; inf until the step is warm

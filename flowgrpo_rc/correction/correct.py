@@ -37,7 +37,7 @@ _UNBOUNDED = WeightBounds("truncate", 0.0, torch.inf)
 
 
 class Correction(NamedTuple):
-    """What a correction makes of log-probs."""
+    """Holds what a correction makes of log-probs."""
 
     weights: Tensor | None  # without gradient, 0 where there is no step, [B, T]; None for none
     mask: Tensor  # bool, the steps that stay in the loss, [B, T]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from tokenize import TokenError
 from typing import NamedTuple, TypeVar
 
 from flowgrpo_rc.batch import Prompt
@@ -73,12 +73,14 @@ def file_input(path: Path) -> Input:
 def code_input(key: str, code: object) -> dict[str, Input]:
     """Returns the input of a function or class, by its source; {} if it has none here."""
     try:
+        place = str(inspect.getsourcefile(code))  # type: ignore[arg-type]
+        # Of code that was executed from a text, Python would read lines of another file.
+        if not Path(place).is_file() and place not in linecache.cache:
+            return {}
         source = inspect.getsource(code)  # type: ignore[arg-type]
-        place = inspect.getsourcefile(code)  # type: ignore[arg-type]
-    # Of code that was executed from a text, Python looks in a file that may hold anything.
-    except (OSError, TypeError, SyntaxError, TokenError):
+    except (OSError, TypeError):
         return {}
-    return {key: Input(str(place), hashlib.sha256(source.encode()).hexdigest())}
+    return {key: Input(place, hashlib.sha256(source.encode()).hexdigest())}
 
 
 def write_inputs(path: Path, inputs: Mapping[str, Input], *, keep: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What Python gives in place of a command line: names of arguments, prompts and callbacks."""
+"""Checks what Python gives in place of a command line: arguments, prompts and callbacks."""
 
 from __future__ import annotations
 

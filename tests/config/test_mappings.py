@@ -57,7 +57,7 @@ def test_no_rewards_are_an_error() -> None:
 
 
 def test_a_file_adds_rewards_to_those_that_it_builds_on(tmp_path: Path) -> None:
-    """As Hydra composes files."""
+    """Files are joined key by key, as Hydra composes them."""
     (tmp_path / "mine.yaml").write_text(
         "defaults: [tiny_ocr, _self_]\nreward: {terms: {jpeg: {weight: 1}}}\n"
     )

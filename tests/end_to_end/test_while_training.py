@@ -1,4 +1,4 @@
-"""What a run leaves for people while it goes on: pictures, the best weights, exports, uploads."""
+"""Tests what a run leaves while it goes on: pictures, the best weights, exports, uploads."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def read_png(path: Path) -> bool:
 def test_patience_ends_a_run_and_a_resumed_one_after_the_same_step(
     train: Train, tmp_path: Path, wander: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What cannot be pushed ends no run."""
+    """A push that fails ends no run."""
     impatient = (*wander, "trainer.patience=1", "trainer.push_to_hub=me/lora")
     stopped = stopped_and_whole(train, tmp_path, *impatient)
     rewards = evaluations(stopped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from flowgrpo_rc.records.inputs import (
     LARGE,
     Input,
     changed_inputs,
+    code_input,
     file_input,
     model_inputs,
     prompts_input,
@@ -117,3 +119,11 @@ def test_files_of_a_model_are_its_descriptions_weights_and_vocabularies(tmp_path
     names = ["model.path/model_index.json", "model.path/vae/a.safetensors"]
     names.append("model.path/vae/config.json")
     assert list(model_inputs("model.path", tmp_path)) == names
+
+
+def test_code_that_was_executed_from_a_text_has_no_source_to_compare() -> None:
+    space: dict[str, Any] = {"__name__": code_input.__module__}  # which has lines to be mistaken
+    exec(compile("def score(): ...", "page.md", "exec"), space)
+    assert code_input("reward.terms.own", space["score"]) == {}
+    assert code_input("reward.terms.own", len) == {}
+    assert code_input("reward.terms.own", code_input)["reward.terms.own"].path.endswith("inputs.py")

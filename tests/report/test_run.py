@@ -152,7 +152,7 @@ def strip_of(page: Path) -> str:
 
 
 def test_a_strip_shows_four_prompts_over_time(tmp_path: Path) -> None:
-    """Of evaluations and of what was drawn between them, at most 12 steps, as small pictures."""
+    """Shows at most 12 steps of evaluations and of draws between them, as small pictures."""
     run = make_run(tmp_path / "run")
     shades = [np.full((n, 300, 300, 3), 90, np.uint8) for n in (4, 8)]
     for step in range(20):

@@ -1,4 +1,4 @@
-"""What a reward function gets, by the names of its parameters: our form and TRL's."""
+"""Checks what a reward function gets, by the names of its parameters: our form and TRL's."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _MISMATCH = "noise_floor"
 
 
 class Seen(NamedTuple):
-    """What a loss was computed from."""
+    """Holds what a loss was computed from."""
 
     piece: Batch
     log_probs: Tensor  # of the current policy, [b, t]
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What forwards have told when their gradients have been added; `join` puts them together."""
+    """Keeps what forwards told once their gradients are added; `join` puts several together."""
 
     now: Evaluation  # without gradients, [b, t]
     decision: Tensor | None  # the steps that are kept, bool [b, t]; None if the loss decided that
