@@ -46,7 +46,6 @@ docs: $(VENV)/.ready  ## the documentation site, into site/
 
 reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and tables of three other pages, from the code
 	$(BIN)/python docs/reference_pages.py
-	$(BIN)/python docs/worker_tables.py
 	$(BIN)/python docs/memory_tables.py
 	$(BIN)/python docs/suite_table.py
 

@@ -171,14 +171,6 @@ def _words(help: str, **given: Any) -> dict[str, Any]:
     return _option(help, nargs="*", default=[], **given)
 
 
-def _number_of_workers(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        message = f"{word!r} is no number of workers; settings stand before --workers"
-        raise argparse.ArgumentTypeError(message) from None
-
-
 _CONFIG = {
     "--config-name": _option(
         f"a file of configs/ (default {DEFAULT_CONFIG}; {OTHER_CONFIG} for a whole command line of "
@@ -196,16 +188,6 @@ _PLAN = {
         "propose micro-batches, checkpointing and offloading that fit a card of this memory",
         type=float,
         metavar="GIB",
-    ),
-    "--workers": _option(
-        "seconds of a step with so many rollout.workers, from those of --measured; without a "
-        "number for 1, 2, 4, ...",
-        type=_number_of_workers,
-        nargs="*",
-        metavar="N",
-    ),
-    "--measured": _option(
-        "with --workers: folder of a run, whose settings it takes", metavar="RUN"
     ),
 }
 _CALIBRATE = {

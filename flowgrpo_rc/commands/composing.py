@@ -27,8 +27,6 @@ def prepare(arguments: argparse.Namespace) -> int | None:
 
     Returns the exit code if nothing is left to do, as with `--cfg job`; None otherwise.
     """
-    if arguments.command == "plan" and (arguments.workers, arguments.measured) != (None, None):
-        return None  # the settings are those of a run
     composition = compose_all(
         _settings(arguments.overrides),
         config_name=arguments.config_name,

@@ -1,7 +1,6 @@
 """`flowgrpo-rc plan`: what a run would do and need, computed from its configuration.
 
-With `--fit` it proposes settings that fit a card, and with `--workers` it tells how fast a run
-would be that samples with workers.
+With `--fit` it proposes settings that fit a card.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.fit import Fitter, Proposal
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
-from flowgrpo_rc.planning.workers import worker_tables
 from flowgrpo_rc.report.facts import told
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the plan of the configuration that the command line asks for, or of workers."""
-    if "composition" not in arguments:  # the settings are those of a run
-        print(worker_tables(arguments))
-        return EXIT_OK
+    """Prints the plan of the configuration that the command line asks for."""
     composed, processes, nodes = arguments.composition.config, arguments.processes, arguments.nodes
     if processes is None:
         asked = composed.trainer.num_processes
