@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -19,10 +18,9 @@ from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.cores import stay_on_own_core
 from flowgrpo_rc.config.machine import device_of, num_processes, processes_here
-from flowgrpo_rc.config.settle import settled, with_less_memory
+from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.distributed.child import say_error
-from flowgrpo_rc.distributed.memory import OutOfMemory, free_memory, out_of_memory_in
+from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
@@ -73,39 +71,21 @@ def run(
     `StopRequest`. Returns why the run stopped early, or None if it is complete.
     """
     with StopRequest(config.trainer.max_time, at_once=at_once) as stop:
-        try:
-            return _attempt(config, stop, callbacks, quiet=quiet)
-        except OutOfMemory as error:
-            smaller = with_less_memory(config, error.phase)
-            alone = processes_here(config) == 1
-            if smaller is None or not (config.trainer.retry_out_of_memory and alone):
-                raise
-            retried, change = smaller
-            say_error(f"warning: out of memory in {error.phase}: goes on with {change}")
-            # What failed is still held by the frames of the error.
-            traceback.clear_frames(error.__traceback__)
-        free_memory()
-        return _attempt(retried, stop, callbacks, quiet=quiet)
-
-
-def _attempt(
-    config: Config, stop: StopRequest, callbacks: Sequence[Callback], *, quiet: bool
-) -> str | None:
-    device = device_of(config)
-    stay_on_own_core(config, device)
-    found = settled(config)
-    inputs = check_run(found, device, num_processes=processes_here(config))
-    processes = make_processes(found, quiet=quiet)
-    console = make_console(found, processes, quiet=quiet)
-    with processes.noticing_losses():
-        if config.rollout.dtype == AUTO and inputs.resumed is None:
-            found = _agreed(found, processes, console)
-        _say_ratio(config, found, console)
-        if inputs.first_prompt:
-            console.message(f"first prompt: {inputs.first_prompt}")
-        observers = [partial(_tell, callback, stop) for callback in callbacks]
-        reason = _run(found, processes, inputs, stop, console, observers)
-    processes.close()
+        device = device_of(config)
+        stay_on_own_core(config, device)
+        found = settled(config)
+        inputs = check_run(found, device, num_processes=processes_here(config))
+        processes = make_processes(found, quiet=quiet)
+        console = make_console(found, processes, quiet=quiet)
+        with processes.noticing_losses():
+            if config.rollout.dtype == AUTO and inputs.resumed is None:
+                found = _agreed(found, processes, console)
+            _say_ratio(config, found, console)
+            if inputs.first_prompt:
+                console.message(f"first prompt: {inputs.first_prompt}")
+            observers = [partial(_tell, callback, stop) for callback in callbacks]
+            reason = _run(found, processes, inputs, stop, console, observers)
+        processes.close()
     return reason
 
 

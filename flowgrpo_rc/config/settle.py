@@ -1,4 +1,4 @@
-"""Settings that a run decides itself: what is left open, and smaller sizes for less memory."""
+"""Settings that a run decides itself where they are left open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from flowgrpo_rc.config.check_engine import chunk_size, engine_class
+from flowgrpo_rc.config.check_engine import engine_class
 from flowgrpo_rc.config.check_folder import config_of_run
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
@@ -70,23 +70,3 @@ def _has_means(config: Config) -> bool:
     if config.data.replay_dir is not None:
         return keeps_means(Path(config.data.replay_dir).expanduser())
     return engine_class(config).records_means
-
-
-def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
-    """Returns the settings with half of the micro-batch that a phase uses, and the change in words;
-    None if the phase has no micro-batch, or one of odd size.
-
-    Both train the same up to rounding, so a run may go on with them.
-    """
-    if phase in ("update", "old_log_prob"):
-        section, name = "actor", "ppo_micro_batch_size_per_gpu"
-        size = config.actor.ppo_micro_batch_size_per_gpu
-    elif phase == "rollout":
-        section, name = "rollout", "micro_batch_size_per_gpu"
-        size = chunk_size(config)
-    else:
-        return None
-    halved = {section: replace(getattr(config, section), **{name: size // 2})}
-    trainer = replace(config.trainer, resume_mode="auto")  # this command's own run goes on
-    smaller = replace(config, trainer=trainer, **halved)
-    return None if size % 2 else (smaller, f"{section}.{name}={size // 2} in place of {size}")

@@ -57,8 +57,6 @@ class TrainerConfig:
         of a reward of yours have changed; the report says so.
     max_time: seconds of this command, or a duration such as 2h or 90m, as for every time; then the
         run stops after the step with its state saved; null: no limit.
-    retry_out_of_memory: where the rollout or the update of a run of one process runs out of memory,
-        go on from the newest checkpoint with half of its micro-batch, once.
     device: `auto` takes the GPU where there is one; `cuda` is an error without one.
     num_processes: processes that `flowgrpo-rc train` starts on this machine; 1 starts none. `auto`:
         one for each core or GPU, as far as they share a mini-batch evenly; under a launcher, as
@@ -92,7 +90,6 @@ class TrainerConfig:
     resume_mode: str = "auto"
     accept_changed_inputs: bool = False
     max_time: float | None = None
-    retry_out_of_memory: bool = False
     device: str = "auto"
     num_processes: int | str = 1
     mixed_precision: str = "no"

@@ -37,12 +37,11 @@ _PACKAGES = "flowgrpo-rc torch diffusers transformers peft accelerate rapidocr"
 # Keys that may differ between two commands on one run: they change the result by rounding at most.
 # The length of the run is checked by itself.
 _FREE = """
-    trainer.total_training_steps trainer.max_time trainer.deterministic trainer.retry_out_of_memory
-    trainer.logger trainer.save_freq trainer.resume_mode trainer.accept_changed_inputs
-    trainer.output_dir trainer.max_checkpoints_to_keep trainer.suites trainer.experiment_name
-    trainer.project_name trainer.save_rollouts trainer.num_processes trainer.strategy
-    trainer.timeout_s trainer.sample_freq trainer.patience trainer.export_freq
-    trainer.push_to_hub
+    trainer.total_training_steps trainer.max_time trainer.deterministic trainer.logger
+    trainer.save_freq trainer.resume_mode trainer.accept_changed_inputs trainer.output_dir
+    trainer.max_checkpoints_to_keep trainer.suites trainer.experiment_name trainer.project_name
+    trainer.save_rollouts trainer.num_processes trainer.strategy trainer.timeout_s
+    trainer.sample_freq trainer.patience trainer.export_freq trainer.push_to_hub
     model.decode_batch_size data.allow_overlap
     actor.ppo_micro_batch_size_per_gpu actor.steps_per_forward
     rollout.micro_batch_size_per_gpu rollout.merge_lora rollout.workers rollout.cpus_per_worker

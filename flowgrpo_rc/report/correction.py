@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from flowgrpo_rc.monitoring.health_rules import FAULT, MOST_CLIPPED
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import in_words
-from flowgrpo_rc.report.charts import Chart, Series, shown
+from flowgrpo_rc.report.charts import Chart, Series
 from flowgrpo_rc.report.series import Row, charts_of, clip_band, series_of
 
 # Title, its word, what the health check warns about, its thresholds, the metrics drawn.
@@ -39,7 +38,6 @@ _MISMATCH = (
 )
 _TIMESTEP = re.compile(r"(?:.*/)?logprob_abs_diff/ts_(\d+)")
 _MAX_CARDS = 12
-_MAX_COLUMNS = 120  # of the heat map; more steps are averaged
 
 
 def curves(rows: Sequence[Row]) -> list[Chart]:
@@ -60,8 +58,8 @@ def curves(rows: Sequence[Row]) -> list[Chart]:
     return charts
 
 
-def timesteps(rows: Sequence[Row]) -> tuple[Chart, dict[str, Any]] | str:
-    """Returns the difference by timestep, over the whole run and step by step; or why not."""
+def timesteps(rows: Sequence[Row]) -> Chart | str:
+    """Returns the difference by timestep over the whole run; or why there is none."""
     found = _by_step(rows)
     means = mean_by_timestep(rows)
     if not means:
@@ -73,7 +71,7 @@ def timesteps(rows: Sequence[Row]) -> tuple[Chart, dict[str, Any]] | str:
     lines = {"mean over steps": means, "largest step": points}
     series = [Series(name=name, points=line) for name, line in lines.items()]
     note = f"absolute, rollout against training, before the first update{words}"
-    return timestep_chart(series, note, band), _heat_map(found, [t for t, _ in means])
+    return timestep_chart(series, note, band)
 
 
 def timestep_chart(series: Sequence[Series], note: str, band: Sequence[float] = ()) -> Chart:
@@ -87,32 +85,6 @@ def timestep_chart(series: Sequence[Series], note: str, band: Sequence[float] = 
         thresholds=band,
         word="timestep",
     )
-
-
-def _heat_map(found: Mapping[int, Mapping[int, float]], levels: Sequence[int]) -> dict[str, Any]:
-    """Shades the differences by step and timestep, from 0 to 1 by their logarithm."""
-    first, last = min(found), max(found)
-    size = math.ceil((last - first + 1) / _MAX_COLUMNS)
-    means: list[list[float | None]] = []
-    for t in reversed(levels):
-        means.append([])
-        for start in range(first, last + 1, size):
-            steps = range(start, start + size)
-            known = [found[step][t] for step in steps if t in found.get(step, {})]
-            means[-1].append(sum(known) / len(known) if known else None)
-    positive = [value for row in means for value in row if value]
-    low, high = min(positive), max(positive)
-    # Zeros have the lowest shade; where all is alike, the shade is in the middle.
-    span = math.log(high / low)
-    shades = [
-        [v if v is None else math.log(max(v, low) / low) / span if span else 0.5 for v in row]
-        for row in means
-    ]
-    return {
-        "rows": list(zip(reversed(levels), shades, strict=True)),
-        "steps": (first, last, size),
-        "range": (shown(float(f"{low:.2g}")), shown(float(f"{high:.2g}"))),
-    }
 
 
 def mean_by_timestep(rows: Sequence[Row]) -> list[tuple[int, float]]:

@@ -1,16 +1,13 @@
-"""The report's section on the correction: differences by timestep, and the heat map."""
+"""The report's section on the correction: differences by timestep."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from support.report_pages import chart_data, write_rows
 
 from flowgrpo_rc.report.run import write_report
-
-T900, T500 = (f"rollout_corr/logprob_abs_diff/ts_{t}" for t in (900, 500))
 
 
 @pytest.mark.parametrize("prefix", ["rollout_corr/", "actor/rollout_corr/"])
@@ -40,35 +37,3 @@ def test_the_clip_band_is_drawn_in_the_range_of_the_mismatch(
     drift = chart_data(text, "Noise floor")
     assert drift["series"][2]["name"] == "policy_drift_abs_mean"
     assert drift["tables"][2] == [[1, 2], [3e-5, 6e-5]]
-
-
-def shades(page: str) -> dict[str, list[float | None]]:
-    """Reads the shades of a heat map back, by the name of the row; None if a cell is empty."""
-    table = page.split('<table class="heat">')[1].split("</table>")[0]
-    found = {}
-    for row in table.split("<tr>")[1:]:
-        cells = re.findall(r'<td(?: style="--v:([^"]+)")?></td>', row)
-        found[row.split("<th>")[1].split("<")[0]] = [float(v) if v else None for v in cells]
-    return found
-
-
-def test_the_mismatch_of_each_step_and_timestep_has_its_colour(tmp_path: Path) -> None:
-    """Values are powers of ten, so their colours are evenly spaced; one step lacks a timestep."""
-    rows = [{"step": 3, T900: 1e-6, T500: 1e-4}, {"step": 5, T900: 1e-5}, {"step": 6, T900: 0.0}]
-    page = write_report(write_rows(tmp_path, rows)).read_text()
-    # The earliest timestep, 900, is on top; zero has the lowest colour.
-    found = [("900", [0.0, None, 0.5, 0.0]), ("500", [1.0, None, None, None])]
-    assert list(shades(page).items()) == found
-    assert "1e-6<span></span>0.0001" in page
-    assert "steps 3 to 6" in page
-
-
-def test_long_runs_are_averaged_in_columns(tmp_path: Path) -> None:
-    values = dict.fromkeys(range(1, 241), 0.0001) | {101: 1e-2, 102: 3e-2}
-    rows = [{"step": step, T900: value} for step, value in values.items()]
-    page = write_report(write_rows(tmp_path, rows)).read_text()
-    (row,) = shades(page).values()
-    assert (len(row), row.index(1.0)) == (120, 50)
-    assert sum(value or 0 for value in row) == pytest.approx(1.0)
-    assert "columns are means of 2 steps" in page
-    assert "0.0001<span></span>0.02" in page
