@@ -26,6 +26,7 @@ from flowgrpo_rc.config.rows import table
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.libraries import quiet
+from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.metrics_file import MetricsFile, held_out
 from flowgrpo_rc.records.progress import ProgressBar, is_seen
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from flowgrpo_rc.planning.fit import Proposal
     from flowgrpo_rc.planning.plan import Plan
 
+# An override before the others: what they then say of rewards is theirs alone.
+_NO_TERMS = "reward.terms={}"
 RewardTerms = Mapping[str, Score | Mapping[str, Any]] | Sequence[Score]
 
 
@@ -150,10 +153,8 @@ class Run:
             folder names code and is not trusted.
           CheckpointError: the checkpoint is damaged.
         """
-        config = stored_config(self._files.config, overrides)
+        config = _stored(self.folder, overrides, rewards)
         check_plain(self._files.config)
-        if rewards is not None:
-            config = _with_rewards(config, rewards)
         if not trust:
             check_trusted(self._files.config, _without_functions(config, rewards), "trust=True")
         check_secrets(config)
@@ -210,9 +211,7 @@ def train(
       RuntimeError: the training failed.
     """
     check_callbacks(callbacks)
-    settings = _settings(config, config_name, config_dir, verbose=bool(verbose))
-    if rewards is not None:
-        settings = _with_rewards(settings, rewards)
+    settings = _settings(config, config_name, config_dir, rewards, verbose=bool(verbose))
     folder = Path(settings.trainer.output_dir)
     rows = MetricsFile(RunFolder(folder).metrics)
     earlier = len(rows.rows())
@@ -239,21 +238,25 @@ def evaluate(
     run: Run | str | Path,
     overrides: Sequence[str] = (),
     *,
+    rewards: RewardTerms | None = None,
     suites: Sequence[str] = (),
     trust: bool = False,
 ) -> RunScores:
     """Scores the LoRA of a run, or of its folder, and the base model.
 
     `overrides` change the run's settings. `suites` are asked in place of the held-out prompts:
-    names, `NAME:FILE` with other prompts, or files. `trust` is that of `Run.resume`.
+    names, `NAME:FILE` with other prompts, or files. `rewards` and `trust` are as in `Run.resume`.
     """
     from flowgrpo_rc.commands.finding import check_evaluated
 
-    check_evaluated(_folder(run), overrides, suites, None if trust else "trust=True")
+    folder = _folder(run)
+    config = _stored(folder, overrides, rewards)
+    how = None if trust else "trust=True"
+    check_evaluated(folder, _without_functions(config, rewards), suites, how)
     with lasting_streams(), quiet("transformers", "diffusers"):
         from flowgrpo_rc.commands.evaluate import evaluated
 
-        return evaluated(_folder(run), overrides, suites, quiet=True)
+        return evaluated(folder, config, suites, quiet=True)
 
 
 @public_call
@@ -310,28 +313,51 @@ def _settings(
     config: Overrides | Config,
     config_name: str | None,
     config_dir: str | None,
+    rewards: RewardTerms | None = None,
     *,
     verbose: bool = False,
 ) -> Config:
     """Composes the settings; prompts that are no paths are written into the run's folder."""
     if isinstance(config, Config):
-        return config
+        return _with_rewards(config, rewards, {})
     prompts = given_prompts(config)
     if isinstance(config, Mapping):
         config = {key: value for key, value in config.items() if key not in prompts}
-    composition = compose_all(
-        override_lines(config), config_name=config_name, config_dir=config_dir
-    )
+    lines = [*([] if rewards is None else [_NO_TERMS]), *override_lines(config)]
+    composition = compose_all(lines, config_name=config_name, config_dir=config_dir)
     if composition.rows and verbose:
         print(table(composition.rows), file=sys.stderr)
     composition.check()
-    return with_prompts(unchecked_config(composition.config), prompts)
+    composed = unchecked_config(composition.config)
+    return with_prompts(_with_rewards(composed, rewards, composed.reward.terms), prompts)
 
 
-def _with_rewards(config: Config, rewards: RewardTerms) -> Config:
-    """Returns the settings with these rewards; options that the settings give for them are kept."""
+def _stored(folder: Path, overrides: Sequence[str], rewards: RewardTerms | None) -> Config:
+    """Returns the settings of a run with overrides and, if there are any, these rewards."""
+    path = RunFolder(folder).config
+    overridden = stored_config(path, [_NO_TERMS, *overrides]).reward.terms
+    return _with_rewards(stored_config(path, overrides), rewards, overridden)
+
+
+def _with_rewards(
+    config: Config, rewards: RewardTerms | None, overridden: Mapping[str, Any]
+) -> Config:
+    """Returns the settings with these rewards; options that the settings give for them are kept.
+
+    ValueError if `overridden`, the terms of overrides, names a reward that is left out.
+    """
+    if rewards is None:
+        return config
+    named = _named(rewards)
+    for name, term in overridden.items():
+        if term is not None and name not in named:
+            raise ValueError(
+                f"reward.terms.{name} is set{did_you_mean(name, [*named])}, but rewards= takes the "
+                f"place of all rewards and has {', '.join(named)}: add {name!r} to rewards, or "
+                "drop the setting"
+            )
     terms: dict[str, Any] = {}
-    for name, given in _named(rewards).items():
+    for name, given in named.items():
         kept = config.reward.terms.get(name) or {}
         if isinstance(given, Mapping):
             terms[name] = {**given, **kept}
@@ -347,7 +373,7 @@ def _named(rewards: RewardTerms) -> Mapping[str, Score | Mapping[str, Any]]:
     listed = rewards if isinstance(rewards, Sequence) else [rewards]
     named = {str(getattr(function, "__name__", "")): function for function in listed}
     if len(named) < len(listed) or not all(map(str.isidentifier, named)):
-        raise ValueError(f'rewards={rewards!r}: give them by name, such as {{"mine": function}}')
+        raise ValueError(f'rewards={rewards!r}: give {{"mine": function, "ocr": {{"weight": 1}}}}')
     return named
 
 

@@ -32,16 +32,17 @@ class RunScores(NamedTuple):
 
 def main(arguments: argparse.Namespace) -> int:
     """Evaluates a run."""
-    evaluated(Path(arguments.run_dir), arguments.overrides, arguments.suite or [])
+    folder = Path(arguments.run_dir)
+    config = stored_config(RunFolder(folder).config, arguments.overrides)
+    evaluated(folder, config, arguments.suite or [])
     return EXIT_OK
 
 
 def evaluated(
-    run_dir: Path, overrides: Sequence[str], suites: Sequence[str], *, quiet: bool = False
+    run_dir: Path, config: Config, suites: Sequence[str], *, quiet: bool = False
 ) -> RunScores:
-    """Evaluates a run, and prints what it has found unless `quiet`."""
+    """Evaluates a run by these settings, and prints what it has found unless `quiet`."""
     folder = RunFolder(run_dir)
-    config = stored_config(folder.config, overrides)
     config.model.lora_path = str(folder.lora)
     config.trainer.logger = ["console"]
     config.trainer.suites = list(suites)

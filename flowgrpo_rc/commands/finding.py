@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowgrpo_rc.config.check_inputs import suites_of
-from flowgrpo_rc.config.tree import stored_config
+from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -18,7 +18,8 @@ def check_run_folder(arguments: argparse.Namespace) -> None:
     if arguments.command == "evaluate":
         how = None if arguments.trust else "--trust"
         folder = Path(arguments.run_dir)
-        check_evaluated(folder, arguments.overrides, arguments.suite or [], how)
+        config = stored_config(RunFolder(folder).config, arguments.overrides)
+        check_evaluated(folder, config, arguments.suite or [], how)
     if arguments.command == "export":
         _, run_dir = checkpoint_and_run(arguments.checkpoint)
         path = RunFolder(run_dir).config
@@ -26,12 +27,9 @@ def check_run_folder(arguments: argparse.Namespace) -> None:
         check_plain(path)
 
 
-def check_evaluated(
-    run_dir: Path, overrides: Sequence[str], suites: Sequence[str], how: str | None
-) -> None:
+def check_evaluated(run_dir: Path, config: Config, suites: Sequence[str], how: str | None) -> None:
     """Checks a run that is to be evaluated; `how` says how to trust its code, None if it is."""
     path = RunFolder(run_dir).config
-    config = stored_config(path, overrides)
     config.trainer.suites = []  # those of the run are not asked
     check_plain(path)
     if how is not None:

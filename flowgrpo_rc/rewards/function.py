@@ -110,7 +110,10 @@ def give(name: str, score: Score) -> str:
     notebook's cell, is kept for this session alone.
     """
     if not callable(score):
-        raise ValueError(f"rewards[{name!r}]={score!r} is no function, such as f(sample, prompt)")
+        raise ValueError(
+            f"rewards[{name!r}]={score!r} is no function, such as f(sample, prompt), and no "
+            f'mapping, such as {{{name!r}: {{"weight": 1}}}}'
+        )
     if (
         isinstance(score, FunctionType)
         and score.__module__ not in ("__main__", None)
@@ -125,8 +128,8 @@ def _given_at(path: str) -> Score:
     name = path.removeprefix(GIVEN)
     if name not in _given:
         raise ValueError(
-            f"path={path!r}: this reward is a function of the Python session that started the run; "
-            f"call flowgrpo_rc.train or Run.resume with rewards={{{name!r}: the function}}"
+            f"path={path!r}: this reward is a function of the Python session that started the run: "
+            f"train, evaluate and Run.resume take rewards={{{name!r}: the function}}"
         )
     return _given[name]
 

@@ -18,9 +18,10 @@ from support.runs import Train, final_state
 
 import flowgrpo_rc
 from flowgrpo_rc import Prompt, Run
+from flowgrpo_rc.api import _settings
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.config.from_python import override_lines
+from flowgrpo_rc.config.from_python import Overrides, override_lines
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.data.prompts import read_prompts
 from flowgrpo_rc.records import progress
@@ -140,7 +141,12 @@ def test_prompts_may_be_rows_of_the_session(tmp_path: Path) -> None:
         flowgrpo_rc.train(settings | {"data.val_files": Dataset(object())})
 
 
-def test_functions_of_the_session_take_the_place_of_the_rewards(overrides: list[str]) -> None:
+@pytest.fixture
+def unrewarded(overrides: list[str]) -> list[str]:
+    return [override for override in overrides if not override.startswith("reward.")]
+
+
+def test_functions_of_the_session_take_the_place_of_the_rewards(unrewarded: list[str]) -> None:
     calls: list[int] = []
     steps: list[int] = []
 
@@ -149,7 +155,7 @@ def test_functions_of_the_session_take_the_place_of_the_rewards(overrides: list[
         return brightness(image, prompt) if len(calls) != 9 else None
 
     run = flowgrpo_rc.train(
-        [*overrides, "reward.terms.bright.weight=2.0"],
+        [*unrewarded, "reward.terms.bright.weight=2.0", "reward.terms.jpeg=null"],
         rewards={"bright": bright},
         callbacks=[lambda step, _: steps.append(step)],
     )
@@ -162,30 +168,67 @@ def test_functions_of_the_session_take_the_place_of_the_rewards(overrides: list[
 
 
 def test_a_callback_stops_and_resume_goes_on_to_the_same_bits(
-    overrides: list[str], tmp_path: Path
+    unrewarded: list[str], tmp_path: Path
 ) -> None:
     rewards = {"bright": brightness}
-    elsewhere = [*overrides, f"trainer.output_dir={tmp_path / 'whole'}"]
+    elsewhere = [*unrewarded, f"trainer.output_dir={tmp_path / 'whole'}"]
     whole = flowgrpo_rc.train(elsewhere, rewards=rewards)
-    stopped = flowgrpo_rc.train(overrides, rewards=rewards, callbacks=[lambda step, _: step == 1])
+    stopped = flowgrpo_rc.train(unrewarded, rewards=rewards, callbacks=[lambda step, _: step == 1])
     assert stopped.stopped == "a callback asked for it"
     assert len(stopped.metrics) == 2
     # A function of a module needs no giving again.
-    assert flowgrpo_rc.train(overrides, rewards=rewards) == Run(stopped.folder)
+    assert flowgrpo_rc.train(unrewarded, rewards=rewards) == Run(stopped.folder)
     assert final_state(stopped.folder) == final_state(whole.folder)
 
 
 def test_resume_needs_the_function_of_another_session(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    unrewarded: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bright = {"bright": lambda image, prompt: brightness(image, prompt)}
-    stopped = flowgrpo_rc.train(overrides, rewards=bright, callbacks=[lambda step, _: step == 1])
+    weighed = [*unrewarded, "reward.terms.bright.weight=2"]
+    stopped = flowgrpo_rc.train(weighed, rewards=bright, callbacks=[lambda step, _: step == 1])
     monkeypatch.setattr("flowgrpo_rc.rewards.function._given", {})
-    with pytest.raises(ValueError, match=r"Run\.resume with rewards=\{'bright': the function\}"):
-        stopped.resume()
+    for call in (stopped.resume, partial(flowgrpo_rc.evaluate, stopped)):
+        with pytest.raises(
+            ValueError, match=r"Run\.resume take rewards=\{'bright': the function\}"
+        ):
+            call()
+        with pytest.raises(ValueError, match=r"^reward\.terms\.brigt is set \(did you mean"):
+            call(["reward.terms.brigt.weight=2"], rewards=bright)
+    found = flowgrpo_rc.evaluate(stopped, rewards=bright)
+    assert found.base["reward"] == pytest.approx(stopped.before["reward"])
+    assert found.base["reward"] == pytest.approx(2 * found.base["bright"])
+    assert "dark" in flowgrpo_rc.evaluate(stopped, rewards={"dark": brightness}).lora
     run = Run(stopped.folder).resume(rewards=bright, verbose=True)
     assert len(run.metrics) == 3
     assert "step 2/2" in capsys.readouterr().out
+
+
+JPEG = {"jpeg": {"quality": 90}}
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ({"reward.terms.ocr.weight": 2}, "ocr"),
+        ({"reward.terms": {"jpeg": {"weight": 2}, "ocr": {}}}, "ocr"),
+        (["reward.terms.jpg.weight=2"], r"jpg is set \(did you mean 'jpeg'\?\)"),
+    ],
+)
+def test_an_override_of_a_reward_that_is_left_out_is_refused(
+    override: Overrides, name: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^reward\.terms\.{name}.* has jpeg: add '.*' to rewards"
+    ):
+        flowgrpo_rc.train(override, rewards=JPEG)
+
+
+def test_an_override_refines_a_reward_and_a_file_does_not() -> None:
+    settings = partial(_settings, config_name=None, config_dir=None)
+    own = {"ocr": {"weight": 0.5}}
+    found = settings(["reward.terms.jpeg.weight=2", "reward.terms.ocr=null"], rewards=JPEG | own)
+    assert found.reward.terms == {"jpeg": {"quality": 90, "weight": 2}, **own}
 
 
 def test_training_in_a_thread_stops_at_its_time(overrides: list[str]) -> None:
@@ -204,7 +247,11 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: flowgrpo_rc.train("rollout.n=8"), r"give a list of overrides"),
     (lambda: flowgrpo_rc.train({"rollout.n": {1, 2}}), r"rollout\.n=\{1, 2\}: a setting is a text"),
     (lambda: flowgrpo_rc.train({"rolout.n": 8}), r"did you mean"),
-    (lambda: flowgrpo_rc.train(rewards={"bright": 3}), r"rewards\['bright'\]=3 is no function"),  # type: ignore[dict-item]
+    (
+        lambda: flowgrpo_rc.train(rewards={"ocr": 1}),
+        r"""'ocr'\]=1 is no.* \{'ocr': \{"weight": 1""",
+    ),  # type: ignore[dict-item]
+    (lambda: flowgrpo_rc.train(rewards="ocr"), r"""rewards='ocr': give .*"ocr": \{"weight": 1"""),  # type: ignore[arg-type]
     (lambda: Run(Path("nowhere")), r"nowhere is not the folder of a run"),
 )
 

@@ -126,5 +126,5 @@ def test_a_list_of_functions_takes_their_names(tmp_path: Any) -> None:
     with pytest.warns(UserWarning, match="nothing was trained"):
         run.resume(rewards=[length, ends])
     for wrong in ([length, length], [lambda x, y: 0], length.__name__):
-        with pytest.raises(ValueError, match="give them by name"):
+        with pytest.raises(ValueError, match=r'give \{"mine": function'):
             train(small, rewards=wrong, config_name="token_grpo")
