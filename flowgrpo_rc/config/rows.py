@@ -13,6 +13,7 @@ TRANSLATED = "translated"
 NONE = "no counterpart"
 STOPS = "stops the run"
 IGNORED = "ignored"
+REPEATED = "given again"
 _KIND_WIDTH = len(NONE)
 # Characters of an override in a summary.
 _LONGEST = 80

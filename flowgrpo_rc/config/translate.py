@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jinja2.sandbox import SandboxedEnvironment
 
-from flowgrpo_rc.config.rows import NONE, STOPS, TRANSLATED, Row
+from flowgrpo_rc.config.rows import NONE, REPEATED, STOPS, TRANSLATED, Row
 from flowgrpo_rc.config.setting import (
     AS_GIVEN,
     PREFIX,
@@ -59,10 +59,13 @@ def translate(
     Rules look at `beside`, too: values that are set elsewhere. What is not given of a `whole`
     command is verl-omni's default.
     """
-    # Of several settings of one key the last one counts, as with Hydra.
+    # Of several settings of one key the last one counts, as with Hydra, and so does its place.
     last: dict[str, Setting] = {}
+    rows = []
     for setting in settings:
-        last.pop(setting.key, None)  # its place is that of the last one, too
+        earlier = last.pop(setting.key, setting)
+        if earlier.value != setting.value:
+            rows.append(_replaced(earlier, setting.line))
         last[setting.key] = setting
     given = dict(beside or {}) | {key: setting.value for key, setting in last.items()}
     outcomes = {key: _outcome(setting, given) for key, setting in last.items()}
@@ -82,7 +85,7 @@ def translate(
                 replaced[other.key] = setting.line
             lines[key] = (line, setting)
     translated = [(last[key], outcome) for key, outcome in outcomes.items() if outcome is not None]
-    rows = [row for each in translated for row in _rows(*each, replaced)]
+    rows += [row for each in translated for row in _rows(*each, replaced)]
     if whole:
         rows += _unsaid(given)
     return TranslatedOverrides(
@@ -113,14 +116,19 @@ def _lines(setting: Setting, outcome: Outcome | None) -> dict[str, str]:
 def _rows(setting: Setting, outcome: Outcome, replaced: Mapping[str, str]) -> Iterator[Row]:
     """Yields a row for a setting that has another name or value here."""
     told = [*_lines(setting, outcome).values()]
+    if setting.key in replaced:
+        yield _replaced(setting, replaced[setting.key])
+        return
     if told == [setting.line]:
         return
     told += [outcome.why] if outcome.why else []
-    if setting.key in replaced:
-        told[0] = f"{REPLACED} {replaced[setting.key]}"
     translated = TRANSLATED if outcome.settings else NONE
     kind = STOPS if outcome.stops else translated
     yield Row(kind, setting.line, "; ".join(told), setting.key)
+
+
+def _replaced(setting: Setting, line: str) -> Row:
+    return Row(REPEATED, setting.line, f"{REPLACED} {line}", setting.key)
 
 
 def write(value: Any) -> str:

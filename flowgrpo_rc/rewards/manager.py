@@ -31,7 +31,7 @@ from flowgrpo_rc.rewards.function import Function
 from flowgrpo_rc.rewards.groups import Groups, Member, whole_groups
 
 PACKAGE = "flowgrpo_rc.rewards"
-_MOST_LISTED = 200  # prompts that cannot be scored
+_MOST_LISTED = 2  # prompts that cannot be scored, besides the first
 PATIENCE_S = 10.0  # for the calls that run when the rewards are closed
 _OF_OPTION = re.compile(r"\w+=")  # how a message about one option of a reward begins
 logger = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ def check_prompts(
             first, *others = faults
             file = f"{where[first].rpartition(', ')[0]}, "
             listed = ", ".join(where[index].removeprefix(file) for index in others[:_MOST_LISTED])
+            listed += ", ..." if len(others) > _MOST_LISTED else ""
             more = f"; {len(others)} more of {len(prompts)} prompts: {listed}" if others else ""
             raise ValueError(
                 f"{where[first]}: reward.terms.{name}: {faults[first]}{more}"

@@ -471,14 +471,21 @@ def test_an_override_in_own_words_after_a_command_replaces_what_the_command_says
     told = {row.given: row.here for row in composed.rows}
     assert told["data.seed=42"] == "replaced by trainer.seed=7"
     assert told[f"{OTHER}rollout.n=8"] == "replaced by rollout.n=4"
-    assert f"{OTHER}model.lora_rank=32" not in told
+    again = [row.given for row in composed.rows if row.kind == "given again"]
+    assert again == [f"{OTHER}model.lora_rank=32", "data.seed=42", f"{OTHER}rollout.n=8"]
 
 
 def test_the_last_of_several_settings_of_a_key_counts() -> None:
     given = ["data.shuffle=False", "data.shuffle=True", "data.seed=5", "trainer.seed=5"]
+    given += ["rollout.n=8", "rollout.n=12", "rollout.n=12"]
     composed = compose_all(given)
     composed.check()
-    assert [row.given for row in composed.rows] == ["data.shuffle=True", "data.seed=5"]
+    found = [row[:3] for row in composed.rows]
+    assert found[:2] == [
+        ("given again", "data.shuffle=False", "replaced by data.shuffle=True"),
+        ("given again", "rollout.n=8", "replaced by rollout.n=12"),
+    ]
+    assert [given for _, given, _ in found[2:]] == ["data.shuffle=True", "data.seed=5"]
 
 
 def test_the_defaults_file_holds_only_defaults_of_verl_omni() -> None:
