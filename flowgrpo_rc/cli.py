@@ -15,27 +15,13 @@ from typing import Any
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
-from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV
+from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV, own_key
 from flowgrpo_rc.distributed.child import follow_parent, say_error
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.streams import lasting_streams
 from flowgrpo_rc.redaction import redact
 
-# Settings, and the options of other programs that do there what they do here.
-OTHER_OPTIONS = {
-    "actor.optim.lr": "learning_rate lr",
-    "data.train_batch_size": "batch_size",
-    "data.train_files": "data prompts",
-    "model.lora_rank": "lora_rank rank",
-    "model.path": "model pretrained_model_name_or_path",
-    "rollout.pipeline.height": "resolution",
-    "trainer.device": "device",
-    "trainer.num_processes": "num_processes",
-    "trainer.output_dir": "out output_dir",
-    "trainer.seed": "seed",
-    "trainer.total_training_steps": "epochs max_steps max_train_steps steps",
-}
 # What the modules of `commands` load models with.
 BOTH = ("transformers", "diffusers")
 # Commands that import what their command line names; the others are given a run's folder. A suite
@@ -130,12 +116,10 @@ def _unknown_option(option: str, command: argparse.ArgumentParser, *, takes_sett
     """Returns the message about an option that a command does not have."""
     name = option.partition("=")[0]
     message = f"there is no option {name}"
-    word = name.lstrip("-").replace("-", "_")
     if name in ("-m", "--multirun"):
         return f"{message}: for a sweep call flowgrpo_rc.train, such as from a study of Optuna"
-    for key, others in OTHER_OPTIONS.items() if takes_settings else ():
-        if word in others.split():
-            return f"{message}: settings are written key=value, here {key}=..."
+    if takes_settings and (key := own_key(name.lstrip("-").replace("-", "_"))):
+        return f"{message}: settings are written key=value, here {key}=..."
     options = [text for action in command._actions for text in action.option_strings]
     message += did_you_mean(name, options)
     if takes_settings:

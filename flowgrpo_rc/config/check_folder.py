@@ -119,7 +119,8 @@ def _check_length(stored: Config, config: Config) -> None:
     message = (
         f"trainer.total_training_steps={asked}: the run in {folder.root} has {planned}, and its "
         f"learning rate changes until its end (actor.optim.lr_scheduler="
-        f"{stored.actor.optim.lr_scheduler}), so it keeps its length; give {planned}"
+        f"{stored.actor.optim.lr_scheduler}), so it keeps its length; give {planned}, or "
+        "another trainer.output_dir for a fresh run"
     )
     if folder.lora.is_dir():
         more = asked - planned if asked > planned else asked

@@ -149,10 +149,12 @@ def _check_sizes(config: Config, num_processes: int) -> None:
     if samples % micro:
         chosen = config.trained_n()
         each = f"actor.train_n={chosen}" if chosen else f"rollout.n={config.rollout.n}"
+        fits = [size for size in range(1, samples + 1) if samples % size == 0]
+        near = sorted(sorted(fits, key=lambda size: abs(size - micro))[:2])
         raise ValueError(
             f"actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {samples} samples of "
             f"a mini-batch on one process (actor.ppo_mini_batch_size={mini} x {each} / "
-            f"{num_processes})"
+            f"{num_processes}): give {' or '.join(map(str, near))}"
         )
     steps = config.actor.steps_per_forward
     if config.model.kind == "diffusion" and (steps or 1) > config.trained_steps():

@@ -27,6 +27,7 @@ from flowgrpo_rc.config.config_files import (
     check_keys,
     is_correction,
     merged,
+    no_file,
     section_of,
     translated_name,
 )
@@ -46,7 +47,7 @@ from flowgrpo_rc.config.tree import (
 )
 from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
-from flowgrpo_rc.plugins import did_you_mean, in_seconds
+from flowgrpo_rc.plugins import in_seconds
 from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
@@ -177,11 +178,11 @@ def _experiment(config_name: str | None, settings: Iterable[Setting]) -> str | N
     return f"{EXPERIMENT}/{chosen[0].value}" if chosen else config_name
 
 
-def _groups(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Returns the names in each Hydra group, which is a folder of configuration files."""
-    groups: dict[str, list[str]] = {}
+def _groups(folders: Iterable[Path]) -> dict[str, list[Path]]:
+    """Returns the files in each Hydra group, which is a folder of configuration files."""
+    groups: dict[str, list[Path]] = {}
     for path in (path for folder in folders for path in folder.iterdir() if path.is_dir()):
-        groups.setdefault(path.name, []).extend(file.stem for file in path.glob("*.yaml"))
+        groups.setdefault(path.name, []).extend(path.glob("*.yaml"))
     return groups
 
 
@@ -315,15 +316,12 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _check_groups(settings: Iterable[Setting], groups: Mapping[str, Sequence[str]]) -> None:
+def _check_groups(settings: Iterable[Setting], groups: Mapping[str, Sequence[Path]]) -> None:
     """Raises ValueError for a name that its Hydra group does not have."""
     for line, key, value, _ in settings:
-        names = groups.get(key, ())
+        names = {file.stem: file.parent for file in groups.get(key, ())}
         if names and isinstance(value, str) and value not in names:
-            raise ValueError(
-                f"{line}: there is no {value!r}{did_you_mean(value, names)}; {key} may be "
-                f"{', '.join(sorted(names))}"
-            )
+            raise ValueError(f"{line}: {no_file(value, names, {*names.values()})}")
 
 
 def _first_cause(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
+from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG, own_key
 from flowgrpo_rc.config.rows import TRANSLATED, Row
 from flowgrpo_rc.config.setting import PREFIX, foreign, mapping_of
 from flowgrpo_rc.config.translate import is_whole_command, translate_tree, values_of
@@ -75,6 +75,7 @@ class ConfigFiles:
 
     def __init__(self, folders: Sequence[Path], beside: Mapping[str, Any]) -> None:
         self._own = folders[0]
+        self._folders = folders
         self._beside = beside
         self.homes = {
             path.relative_to(folder).with_suffix("").as_posix(): folder
@@ -91,10 +92,7 @@ class ConfigFiles:
         """
         name = name.removesuffix(".yaml")
         if name not in self.homes:
-            raise ValueError(
-                f"--config-name {name}: there is no such file"
-                f"{did_you_mean(name, [*self.homes])}; there are {', '.join(sorted(self.homes))}"
-            )
+            raise ValueError(f"--config-name {name}: {no_file(name, self.homes, self._folders)}")
         return self._read(name, is_start=True)
 
     def _read(self, name: str, *, is_start: bool) -> ConfigFile:
@@ -206,7 +204,18 @@ def check_keys(values: Mapping[str, Any], groups: Collection[str] = ()) -> None:
             raise ValueError(f"{key}={value!r}: a section of keys, such as {min(below)}")
 
 
+def no_file(name: str, names: Iterable[str], folders: Iterable[Path]) -> str:
+    """Says that no file is called so, which name is nearest, and what there is or where it is."""
+    known = sorted(names)
+    few = f"there are {', '.join(known)}"
+    all_of_them = few if len(known) < 5 else f"all are in {' and '.join(map(str, folders))}"
+    return f"there is no {name!r}{did_you_mean(name, known)}; {all_of_them}"
+
+
 def _nearest(key: str, known: Collection[str], groups: Collection[str]) -> str:
+    ours = own_key(key)
+    if ours is not None:
+        return f"here that is {ours}"
     sections = sorted({name for name in known if "." not in name} | {*groups} - _NO_GROUPS)
     theirs = {name.removeprefix(PREFIX) for name in foreign()["verl_omni"]}
     near = [

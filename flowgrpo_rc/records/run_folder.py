@@ -178,8 +178,8 @@ class RunFolder:
     def _other_run(self, differences: list[str], others: str) -> ValueError:
         accept = "; trainer.accept_changed_inputs=true goes on all the same"
         return ValueError(
-            f"{self.root} holds a run with other {others} ({'; '.join(differences[:5])}). Choose "
-            "another trainer.output_dir, or delete that folder to start over"
+            f"{self.root} holds a run with other {others} ({'; '.join(differences[:5])}). Another "
+            "trainer.output_dir starts a fresh run; so does this one once that folder is deleted"
             f"{accept if others == 'inputs' else ''}"
         )
 

@@ -183,7 +183,8 @@ def test_another_length_of_a_schedule_is_refused_with_the_command_that_goes_on(
     folder = made(config_of(*own, "trainer.total_training_steps=2"))
     longer = [*own, "trainer.total_training_steps=5"]
     monkeypatch.setattr(sys, "argv", [*program.split(), *longer])
-    words = r"total_training_steps=5: the run in .* has 2, .*lr_scheduler=linear.*; give 2$"
+    words = r"total_training_steps=5: the run in .* has 2, .*lr_scheduler=linear.*; give 2, "
+    words += r"or another trainer\.output_dir for a fresh run$"
     with pytest.raises(ValueError, match=words):
         goes_on(config_of(*longer))
     folder.lora.mkdir()

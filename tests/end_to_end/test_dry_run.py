@@ -371,7 +371,8 @@ def folder(overrides: list[str], tmp_path: Path) -> RunFolder:
 
 def test_a_folder_that_holds_a_run(ask: Ask, overrides: list[str], folder: RunFolder) -> None:
     refused(ask, [*overrides, "trainer.resume_mode=disable"], "holds a run already")
-    refused(ask, [*overrides, "actor.optim.lr=2e-3"], "actor.optim.lr: 0.001 there, 0.002 now")
+    changed = "actor.optim.lr: 0.001 there, 0.002 now). Another trainer.output_dir starts a fresh"
+    refused(ask, [*overrides, "actor.optim.lr=2e-3"], changed)
     refused(ask, overrides, "manifest.json is missing or damaged", code=1)
     with folder.locked():
         refused(ask, overrides, "is in use by a run that is still going on")
