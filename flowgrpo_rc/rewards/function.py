@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -18,6 +19,8 @@ GIVEN = "given:"
 # What parameters of one sample are called, and those of all samples at once.
 _ONE = ("prompt", "sample", "image", "video", "completion", "response", "latent")
 _EVERY = tuple(f"{name}s" for name in _ONE)
+# What the second of two parameters may also be called to be the prompt.
+_PROMPT = re.compile(r"\w|_\w*|\w*prompt\w*|text|caption")
 _BY_POSITION = inspect.signature(lambda sample, prompt: 0)
 _given: dict[str, Score] = {}
 
@@ -52,7 +55,7 @@ class Function(Reward):
         self._second: str | None = None  # the prompt, unless a column is called so
         if not every and len(first_two) == 2 and {*self._required} <= {*first_two}:
             samples = samples or [name for name in first_two[:1] if name != "prompt"]
-            self._second = first_two[1] if first_two[1] not in (*samples, "prompt") else None
+            self._second = first_two[1] if _PROMPT.fullmatch(first_two[1]) else None
         if len(samples) != 1 or (one and every):
             raise ValueError(
                 f"{self._where}; it is called with a sample and its prompt, or by name: one of "
@@ -96,7 +99,9 @@ class Function(Reward):
         for name in self._required:
             if name not in own and not all(name in row for row in rows):
                 known = ", ".join(given)
-                raise ValueError(f"{self._where}: nothing is called {name}; there are {known}")
+                raise ValueError(
+                    f"{self._where}: no column of the prompts is called {name}; there are {known}"
+                )
         parameters = self._signature.parameters.values()
         named = {p.name: given.pop(p.name) for p in parameters if p.name in given}
         named |= {p.name: given for p in parameters if p.kind is p.VAR_KEYWORD}

@@ -44,7 +44,10 @@ SAID = [[{"role": "assistant", "content": "three"}], "4"]
         (partial(lambda completions, scale: [scale] * 2, scale=2), [2, 2]),
         (lambda prompt, image: (image, prompt.index), PAIRS),
         (lambda image, prompt=None: (image, prompt.index), PAIRS),
-        (lambda sample, row: (sample, row.index), PAIRS),
+        (lambda sample, text: (sample, text.index), PAIRS),
+        (lambda x, _: (x, _.index), PAIRS),
+        (lambda x, caption=None, *, scale=2: (x, caption.index + scale - 2), PAIRS),
+        (lambda completion, scale=2: (completion, scale - 2), [("three", 0), ("4", 0)]),
         (lambda answer, prompt: (answer, prompt.index), PAIRS),
         (lambda *given: (given[0], given[1].index), PAIRS),
         (lambda target, response: target, ["3", "4"]),
@@ -60,6 +63,7 @@ def test_a_function_gets_what_its_parameters_are_called(
     assert called(function, ["three", "4"], CHAT, PLAIN) == found
 
 
+NO = "no column of the prompts is called"
 CALLED = "it is called with a sample and its prompt, or by name: one of sample, image"
 
 
@@ -70,8 +74,10 @@ CALLED = "it is called with a sample and its prompt, or by name: one of sample, 
         (lambda prompt, completions: 0, CALLED),
         (lambda prompt, target: 0, CALLED),
         (lambda prompts, **kwargs: 0, CALLED),
-        (lambda x, image: 0, "nothing is called x; there are answer, of, target, prompt, image"),
-        (lambda completions, ids: 0, "nothing is called ids; there are answer, of, target, prompt"),
+        (lambda x, image: 0, f"{NO} x; there are answer, of, target, prompt, image"),
+        (lambda completions, ids: 0, f"{NO} ids; there are answer, of, target, prompt"),
+        (lambda completion, answers: 0, f"{NO} answers; .* of, target, prompt, completion"),
+        (lambda x, row: 0, f"{NO} row; there are answer, of, target, prompt, x"),
     ],
 )
 def test_names_that_nobody_can_give_are_refused_before_a_run(
