@@ -20,6 +20,7 @@ from flowgrpo_rc.config.from_python import (
     given_prompts,
     override_lines,
     public_call,
+    silent,
     with_prompts,
 )
 from flowgrpo_rc.config.rows import table
@@ -215,7 +216,7 @@ def train(
     folder = Path(settings.trainer.output_dir)
     rows = MetricsFile(RunFolder(folder).metrics)
     earlier = len(rows.rows())
-    with lasting_streams():
+    with lasting_streams(), silent() if verbose is False else nullcontext():
         shows = verbose is None and is_seen()
         health, steps = MetricsFile(RunFolder(folder).health), settings.trainer.total_training_steps
         bar = ProgressBar(health, steps) if shows else None

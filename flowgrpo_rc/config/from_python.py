@@ -6,9 +6,11 @@ import functools
 import hashlib
 import inspect
 import json
+import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +20,7 @@ from flowgrpo_rc.data.readers import PROMPT_FILES
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.plugins import did_you_mean, install_hint
 from flowgrpo_rc.records.checkpoint import CheckpointError
+from flowgrpo_rc.rewards.manager import RewardError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,8 +51,21 @@ def public_call(call: Callable[P, T]) -> Callable[P, T]:
             return call(*args, **given)
         except (ValueError, CheckpointError) as error:
             raise error.with_traceback(None) from None
+        except RewardError as error:  # its cause is a line of the caller's own
+            raise error.with_traceback(None) from error.__cause__
 
     return called
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Leaves warnings meanwhile to the handlers that the caller has set up, if there are any."""
+    package, handler = logging.getLogger("flowgrpo_rc"), logging.NullHandler()
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
 
 
 def check_callbacks(callbacks: Any) -> None:

@@ -8,9 +8,21 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from queue import SimpleQueue
 from threading import Lock, Thread
+from types import TracebackType
 from typing import Any
 
 FIRST = 3  # how much longer the first call may take
+# Where the frames of a call begin, and which of them are the last before code of the user.
+_BEFORE = ("flowgrpo_rc.", "concurrent.")
+_LAST_BEFORE = ("flowgrpo_rc.rewards.function", "flowgrpo_rc.rewards.caller")
+
+
+def users_part(error: BaseException) -> TracebackType | None:
+    """Returns the traceback of a call that failed from the user's code on; None without any."""
+    trace, before = error.__traceback__, ""
+    while trace and (name := trace.tb_frame.f_globals.get("__name__", "")).startswith(_BEFORE):
+        trace, before = trace.tb_next, name
+    return trace if before in _LAST_BEFORE else None
 
 
 class Caller:

@@ -26,7 +26,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, check_options, load_class
 from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers, prompt_name
-from flowgrpo_rc.rewards.caller import Caller
+from flowgrpo_rc.rewards.caller import Caller, users_part
 from flowgrpo_rc.rewards.function import Function
 from flowgrpo_rc.rewards.groups import Groups, Member, whole_groups
 
@@ -207,6 +207,7 @@ class RewardManager:
         self.needs_samples = any(term.reward.kind != "latent" for term in self._terms.values())
         self.failures = dict.fromkeys(self._terms, 0)
         self.last_error: dict[str, str] = {}
+        self._causes: dict[str, BaseException | None] = {}  # last errors of the user's code
 
     def submit(
         self,
@@ -300,7 +301,7 @@ class RewardManager:
                     f"({count / num_total:.0%}), more than "
                     f"reward.max_failed_fraction={self._max_failed_fraction} allows; last error: "
                     f"{self.last_error.get(name, 'on another process')}"
-                )
+                ) from self._causes.get(name)
 
     def close(self) -> None:
         """Drops what has not started, and waits a while for the rest."""
@@ -332,6 +333,12 @@ class RewardManager:
         is_foreign = not isinstance(outcome.error, _NotFinite)
         prefix = f"{type(outcome.error).__name__}: " if is_foreign else ""
         self.last_error[name] = f"{prefix}{outcome.error}"
+        self._causes[name] = None
+        if (part := users_part(outcome.error)) is not None:
+            code = part.tb_frame.f_code
+            place = f"{code.co_qualname} ({code.co_filename}:{part.tb_lineno})"
+            self.last_error[name] += f", in {place}"
+            self._causes[name] = outcome.error.with_traceback(part)
         kind = (name, type(outcome.error))
         if kind not in self._logged:
             self._logged.add(kind)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -26,6 +28,7 @@ from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.data.prompts import read_prompts
 from flowgrpo_rc.records import progress
 from flowgrpo_rc.rewards.function import give
+from flowgrpo_rc.rewards.manager import RewardError
 
 
 def brightness(image: np.ndarray, prompt: Prompt) -> float:
@@ -202,6 +205,28 @@ def test_resume_needs_the_function_of_another_session(
     run = Run(stopped.folder).resume(rewards=bright, verbose=True)
     assert len(run.metrics) == 3
     assert "step 2/2" in capsys.readouterr().out
+
+
+def test_a_reward_that_raises_ends_in_one_error_with_its_line(
+    unrewarded: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a notebook
+
+    def broken(image: np.ndarray, prompt: Prompt) -> float:
+        return brightness(image, prompt) / 0
+
+    line = broken.__code__.co_firstlineno + 1
+    place = re.escape(f"broken ({__file__}:{line})")
+    for verbose in (None, False):
+        with pytest.raises(
+            RewardError, match=rf": .*ZeroDivisionError: .*zero, in .*{place}$"
+        ) as got:
+            flowgrpo_rc.train(unrewarded, rewards={"x": broken}, verbose=verbose)
+        cause = got.value.__cause__
+        assert cause is not None
+        assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["broken"]
+        assert len(traceback.extract_tb(got.value.__traceback__)) == 2  # this test and the edge
+        assert ("ZeroDivisionError" in capsys.readouterr().err) == (verbose is None)
 
 
 JPEG = {"jpeg": {"quality": 90}}

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -176,7 +177,9 @@ def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
     manager, _ = run(RewardConfig(terms=terms), chunks=(2, 3, 4))
     assert manager.failures == {"x": 9}
     (record,) = caplog.records
-    assert record.exc_info is not None
+    trace = traceback.extract_tb(record.exc_info[2])
+    assert [frame.name for frame in trace] == ["fails"]
+    assert manager.last_error["x"].endswith(f", in fails ({__file__}:{trace[0].lineno})")
 
 
 def test_too_many_failures_raise():
