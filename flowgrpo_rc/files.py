@@ -14,8 +14,9 @@ TEMPORARY = ".tmp"  # how names of files end that are not complete
 def write_atomic(path: Path, content: bytes) -> None:
     """Writes a file such that a crash leaves either the old content or the new one.
 
-    Raises OSError, which names the file, if the disk refuses it.
+    Folders on its way are made. Raises OSError, which names the file, if the disk refuses it.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_atomic(path, content)
     except OSError as error:

@@ -26,12 +26,10 @@ def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) 
     model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock peft, and vLLM.
     Returned is the file with the tensors, of the first transformer if there are several.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if config.kind == "causal_lm":
         return _export_for_peft(state, config, folder)
     for component, own in by_transformer(state).items():
         path = folder / export_name(config, component)
-        path.parent.mkdir(exist_ok=True)
         _export_for_diffusers(own, config, path)
     return folder / export_name(config, FIRST)
 

@@ -33,7 +33,6 @@ def write_bundle(
             for name, tensor in group.items()
         },
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(content, indent=1).encode())
 
 

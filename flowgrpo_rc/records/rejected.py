@@ -68,7 +68,6 @@ class RejectedSamples:
                 known["text"] = sample[:MOST_TEXT]
             elif sample is not None:
                 known["picture"] = f"step_{step:06d}_process_{self.rank}_{number}.png"
-                self.folder.mkdir(parents=True, exist_ok=True)
                 write_atomic(self.folder / known["picture"], png_bytes(sample))
             rows.append(known)
         for old in sorted(self.folder.glob(f"*_process_{self.rank}_*.png"))[:-PICTURES_KEPT]:

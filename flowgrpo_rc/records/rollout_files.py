@@ -47,7 +47,6 @@ def save_rollout(path: Path, rollout: SavedRollout) -> None:
     tensors = {**packed.tensors, f"{_REWARD}total": rewards.total, f"{_REWARD}valid": rewards.valid}
     tensors |= {f"{_PART}{name}": values for name, values in rewards.parts.items()}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     header = {**packed.header, "origin": dict(rollout.origin)}
     write_atomic(path, save(content, metadata={_HEADER: json.dumps(header, sort_keys=True)}))
 

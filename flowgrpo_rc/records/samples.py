@@ -149,7 +149,6 @@ def save_grid(
 ) -> Image.Image:
     """Writes `image_grid` as a PNG, whole or not at all, and returns it."""
     grid = image_grid(images, captions, prompts)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, png_bytes(grid))
     return grid
 
@@ -192,7 +191,6 @@ def save_animation(path: Path, videos: np.ndarray, captions: Sequence[str]) -> N
     buffer = io.BytesIO()
     duration = round(1000 / _FRAMES_PER_SECOND)
     first.save(buffer, format="WEBP", save_all=True, append_images=rest, duration=duration, loop=0)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
 
 
@@ -205,7 +203,6 @@ def save_texts(
         row = {"prompt": prompt.text, "target": prompt.target}
         row |= {"completion": text, "score": as_json(score)}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, "".join(lines).encode())
 
 

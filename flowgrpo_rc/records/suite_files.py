@@ -37,7 +37,6 @@ def sample_stem(folder: Path, name: str, policy: str) -> Path:
 
 def write_suite_result(folder: Path, suite: Suite, result: SuiteResult) -> None:
     """Writes what the two policies got in a suite, in place of an older result."""
-    folder.mkdir(exist_ok=True)
     row = {
         "suite": suite.name,
         "prompts": len(suite.prompts),

@@ -73,7 +73,6 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         update=_overlays(runs, _UPDATE),
         health=[(run.name, files.health(run.folder)) for run in runs],
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, page.encode())
     return path
 

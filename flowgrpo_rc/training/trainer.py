@@ -18,7 +18,7 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import StopRequest
-from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED, Evaluator
+from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED, Evaluator, HeldOutScores
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.monitoring.rollouts import staleness
 from flowgrpo_rc.records.checkpoint import Checkpoint
@@ -168,20 +168,17 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Scores held-out samples and asks the suites, with the average of the LoRA."""
-        with self._timed("evaluation"):
-            with self.update.averaged():
-                found = self.evaluator.run(self.processes)
-            self.journal.held_out(self._step, self.task, found)
-            self._metrics.merge(found.metrics)
+        self._metrics.merge(self._draw(None).metrics)
         for suite in self.suites:
             with self._timed("suites"), self.update.averaged():
                 self._metrics.merge(suite.run(self.processes).metrics())
 
-    def _draw(self) -> None:
-        """Draws the held-out samples that the report's strip shows, between evaluations."""
+    def _draw(self, first: int | None = NUM_FOLLOWED) -> HeldOutScores:
+        """Draws the held-out samples that the report's strip shows, or all for an evaluation."""
         with self._timed("evaluation"), self.update.averaged():
-            found = self.evaluator.run(self.processes, first=NUM_FOLLOWED)
-            self.journal.held_out(self._step, self.task, found, evaluated=False)
+            found = self.evaluator.run(self.processes, first=first)
+            self.journal.held_out(self._step, self.task, found, evaluated=first is None)
+        return found
 
     def _export(self) -> None:
         """Exports the weights that evaluations score, on the main process."""
