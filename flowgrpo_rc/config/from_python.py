@@ -145,7 +145,6 @@ def with_prompts(config: Config, prompts: Mapping[str, str]) -> Config:
         digest = hashlib.sha256(lines.encode()).hexdigest()
         folder = Path(config.trainer.output_dir).expanduser() / "prompts"
         file = folder / f"{name}_{digest[:8]}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, lines.encode())
         setattr(data, name, str(file))
     return replace(config, data=data)
@@ -162,14 +161,17 @@ def _rows(key: str, given: Any) -> list[Mapping[str, Any]]:
     files = [text for text in texts if _PATH.fullmatch(text) or _is_file(text)]
     if files and len(files) == len(rows):
         return []
-    if isinstance(given, list | tuple) and not files:
+    if isinstance(given, Sequence) and not files:
         rows = [{"prompt": row} if isinstance(row, str) else row for row in rows]
-    for row in files or rows:
-        if not isinstance(row, Mapping):
-            raise ValueError(
-                f"{key}: give files, or a list of texts, or rows such as {{'prompt': ...}}, here "
-                f"of a {type(given).__name__}; {row!r} does not fit"
-            )
+    others = (row for row in files or rows if not isinstance(row, Mapping))
+    wrong = next((f"{row!r} does not fit" for row in others), "")
+    if not rows and not isinstance(given, Sequence):
+        wrong = "it holds nothing"
+    if wrong:
+        raise ValueError(
+            f"{key}: give files, or a list of texts, or rows such as {{'prompt': ...}}, here of a "
+            f"{type(given).__name__}; {wrong}"
+        )
     return rows
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections import UserList
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -26,8 +27,12 @@ class Table:
         return iter(("prompt", "target"))
 
 
-@pytest.mark.parametrize("texts", [["a red car", "K9Q", "1+2="], ("Halt! Stop.", "e.g. a cat")])
-def test_prompts_may_be_texts(texts: list[str]) -> None:
+TEXTS = (["a red car", "K9Q", "1+2="], ("Halt! Stop.", "e.g. a cat"))
+COLUMN = UserList(["a cat"])  # a sequence that is no list, as a column of a datasets.Dataset
+
+
+@pytest.mark.parametrize("texts", [*TEXTS, COLUMN])
+def test_prompts_may_be_texts(texts: Sequence[str]) -> None:
     lines = given_prompts({KEY: texts})[KEY].splitlines()
     assert [json.loads(line) for line in lines] == [{"prompt": text} for text in texts]
 
@@ -55,6 +60,7 @@ def test_what_is_there_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"train": ROWS, "test": ROWS}, r"here of a dict; 'train' does not fit"),
         (Table(), r"here of a Table; 'prompt' does not fit"),
         ([{"prompt": "a"}, 3], r"here of a list; 3 does not fit"),
+        (iter(()), r"here of a tuple_iterator; it holds nothing"),
     ],
 )
 def test_other_prompts_are_refused(given: object, words: str) -> None:
