@@ -11,8 +11,7 @@ from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.finding import checkpoint_and_run
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.exports.hub import check_push, push
-from flowgrpo_rc.exports.lora import export_lora
-from flowgrpo_rc.exports.model_card import check_card, write_model_card
+from flowgrpo_rc.exports.model_card import check_card, export_with_card
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.checkpoint import CheckpointError, load_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -56,12 +55,8 @@ def export_checkpoint(
     if "lora" not in loaded.tensors:
         raise CheckpointError(f"{path}: manifest.json does not list lora.safetensors")
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
-    written = export_lora(tensors, config.model, Path(out))
-    source = push_to_hub or "path/to/this/folder"
-    others = others_in(tensors)
-    write_model_card(
-        Path(out), run_dir, config, step=loaded.step, raw=raw, source=source, others=others
-    )
+    card = {"raw": raw, "source": push_to_hub}
+    written = export_with_card(config, run_dir, loaded.step, tensors, Path(out), **card)
     if push_to_hub is None:
         return written, None
-    return written, push(api, Path(out), push_to_hub, public=public, others=others)
+    return written, push(api, Path(out), push_to_hub, public=public, others=others_in(tensors))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 
 from huggingface_hub import HfApi
 from torch import Tensor
 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.exports.hub import Uploads
-from flowgrpo_rc.exports.lora import export_lora
-from flowgrpo_rc.exports.model_card import write_model_card
+from flowgrpo_rc.exports.model_card import export_with_card
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.records.checkpoint import PARTIAL, list_checkpoints, load_checkpoint
@@ -39,7 +37,8 @@ def export_step(
     partial = folder.lora / f"{PARTIAL}{final.name}"
     for path in (partial, final):
         shutil.rmtree(path, ignore_errors=True)
-    _export(config, folder, step, tensors, partial)
+    repo = config.trainer.push_to_hub
+    export_with_card(config, folder.root, step, tensors, partial, source=repo)
     partial.rename(final)
     if uploads is not None:
         uploads.add(final, step, others_in(tensors))
@@ -52,16 +51,19 @@ def leave_results(config: Config, folder: RunFolder, uploads: Uploads | None = N
     """
     newest = list_checkpoints(folder.checkpoints)[-1]
     best = BestEvaluation(MetricsFile(folder.metrics).rows()).step
-    places = ((newest, folder.lora), (folder.checkpoints / f"step_{best}", folder.lora_best))
+    of_best = folder.checkpoints / f"step_{best}"
+    repo = config.trainer.push_to_hub
+    places = ((newest, folder.lora, ""), (of_best, folder.lora_best, "lora_best"))
     try:
         shutil.rmtree(folder.lora_best, ignore_errors=True)  # it may be of steps that are redone
-        for path, into in places:
+        for path, into, subfolder in places:
             if path.is_dir():
                 found = load_checkpoint(path)
                 tensors = found.tensors.get("ema", found.tensors["lora"])
-                _export(config, folder, found.step, tensors, into)
-                if uploads is not None and into == folder.lora:
-                    uploads.add(into, found.step, others_in(tensors))
+                card = {"source": repo, "subfolder": subfolder}
+                export_with_card(config, folder.root, found.step, tensors, into, **card)
+                if uploads is not None:
+                    uploads.add(into, found.step, others_in(tensors), subfolder)
         write_report(folder.root)
     except OSError as error:
         raise OSError(
@@ -71,12 +73,3 @@ def leave_results(config: Config, folder: RunFolder, uploads: Uploads | None = N
             "command writes them when there is room",
             error.filename or str(folder.root),
         ) from error
-
-
-def _export(
-    config: Config, folder: RunFolder, step: int, tensors: Mapping[str, Tensor], into: Path
-) -> None:
-    export_lora(tensors, config.model, into)
-    source = config.trainer.push_to_hub or "path/to/this/folder"
-    others = others_in(tensors)
-    write_model_card(into, folder.root, config, step=step, source=source, others=others)

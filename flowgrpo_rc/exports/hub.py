@@ -8,9 +8,10 @@ never printed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token
@@ -36,27 +37,27 @@ class Uploads:
         self.repo = repo
         self._api = api
         self._checked = False
-        self._last = api.run_as_future(self._attempt)
+        self._last = {"": api.run_as_future(self._attempt)}  # by subfolder of the repository
 
-    def add(self, folder: Path, step: int, others: Sequence[str]) -> None:
+    def add(self, folder: Path, step: int, others: Sequence[str], subfolder: str = "") -> None:
         """Uploads a folder that does not change any more, in place of one that still waits."""
-        self._last.cancel()
-        self._last = self._api.run_as_future(self._attempt, folder, step, others)
+        if subfolder in self._last:
+            self._last[subfolder].cancel()
+        told = {"message": f"LoRA of step {step}", "subfolder": subfolder}
+        upload = partial(push, self._api, folder, self.repo, public=False, others=others, **told)
+        self._last[subfolder] = self._api.run_as_future(self._attempt, upload)
 
     def finish(self) -> None:
-        """Waits until the last upload is done."""
-        wait([self._last])
+        """Waits until the last uploads are done."""
+        wait(self._last.values())
 
-    def _attempt(
-        self, folder: Path | None = None, step: int = 0, others: Sequence[str] = ()
-    ) -> None:
+    def _attempt(self, upload: Callable[[], str] | None = None) -> None:
         try:
             if not self._checked:
                 check_push(self._api, self.repo, public=False, setting="trainer.push_to_hub")
                 self._checked = True
-            if folder is not None:
-                message = f"LoRA of step {step}"
-                push(self._api, folder, self.repo, public=False, others=others, message=message)
+            if upload is not None:
+                upload()
         except (OSError, ValueError) as error:
             logger.warning("nothing is uploaded now, and the run goes on: %s", error)
 
@@ -96,6 +97,7 @@ def push(
     *,
     public: bool,
     others: Sequence[str] = (),
+    subfolder: str = "",
     message: str = "Upload LoRA and model card",
 ) -> str:
     """Uploads a LoRA and its card, and returns the address of the repository.
@@ -109,6 +111,7 @@ def push(
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,
+            path_in_repo=subfolder,
             allow_patterns=[*UPLOADED, *further],
             commit_message=message,
         )

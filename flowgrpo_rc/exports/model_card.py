@@ -5,18 +5,21 @@ It is a function of the run's folder. Paths, hosts and secrets of the training m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
+from torch import Tensor
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED
+from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
+from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -43,6 +46,15 @@ _MEASURED = (
 _DEFAULTS = {field.name: field.default for field in fields(RolloutCorrectionConfig)}
 
 
+def export_with_card(
+    config: Config, run_dir: Path, step: int, tensors: Mapping[str, Tensor], into: Path, **card: Any
+) -> Path:
+    """Writes a LoRA and its card, which gets `card` as well; returns the file with the tensors."""
+    written = export_lora(tensors, config.model, into)
+    write_model_card(into, run_dir, config, step=step, others=others_in(tensors), **card)
+    return written
+
+
 def write_model_card(
     folder: Path,
     run_dir: Path,
@@ -50,13 +62,15 @@ def write_model_card(
     *,
     step: int,
     raw: bool = False,
-    source: str = "path/to/this/folder",
+    source: str | None = None,
+    subfolder: str = "",
     others: Sequence[str] = (),
 ) -> Path:
     """Writes `README.md` into the folder of a LoRA and returns its path.
 
-    `raw`: the last weights, not their average, which evaluations score. Users load from `source`;
-    `others` are transformers beside the first, whose LoRAs lie in folders with their names.
+    `raw`: the last weights, not their average, which evaluations score. Users load from `subfolder`
+    of the repository `source`, if there is one; `others` are transformers beside the first, whose
+    LoRAs lie in folders with their names.
     """
     rows = MetricsFile(run_dir / "metrics.jsonl").numbers()
     names, scores, evaluated = _scores(rows, step)
@@ -75,7 +89,8 @@ def write_model_card(
         hub_id=config.model.hub_id(),
         base=base,
         place=config.model.hub_id() or f"path/to/{base}",
-        source=source,
+        source=source or "path/to/this/folder",
+        subfolder=subfolder if source else "",
         others=others,
         weight_name=EXPORT_NAMES["diffusion"],
         versions=_versions(run_dir),
@@ -119,7 +134,6 @@ def _samples(folder: Path, run: RunFolder, step: int) -> list[dict[str, Any]]:
         ]
     grid = stem.with_suffix(".png")
     tiles = read_grid(grid)[:NUM_FOLLOWED] if grid.is_file() else []
-    (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     widget = []
     for number, tile in enumerate(tiles):
         url = f"{PICTURES}/{number}.png"

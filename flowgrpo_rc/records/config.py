@@ -46,8 +46,9 @@ class TrainerConfig:
     output_dir: the run's folder; the same command goes on where it stopped.
     project_name: for trackers.
     experiment_name: for trackers and the report.
-    push_to_hub: user/name, a private repository of the Hub, for the LoRAs of export_freq and the
-        last one, in the background; what fails is warned of, and the run goes on. null: none.
+    push_to_hub: user/name, a private repository of the Hub, for the LoRAs of export_freq, the last
+        one, and the best in its lora_best/, in the background; what fails is warned of, and the run
+        goes on. null: none.
     logger: where numbers go besides metrics.jsonl: any of console, wandb, tensorboard, trackio,
         swanlab, mlflow, aim.
     seed: of everything random.
@@ -112,19 +113,16 @@ class TrainerConfig:
         self._check("timeout_s", 0 < self.timeout_s < math.inf, seconds)
         patience = self.patience
         self._check("patience", patience is None or patience >= 1, "give at least 1, or null")
-        if patience is not None and self.test_freq < 1:
-            raise ValueError(
-                f"trainer.patience={patience} has no effect with trainer.test_freq="
-                f"{self.test_freq}: drop it or set trainer.test_freq to 1 or more"
-            )
         repo = self.push_to_hub
         named = repo is None or re.fullmatch(r"[\w.-]+/[\w.-]+", repo) is not None
         self._check("push_to_hub", named, "write user/name or organization/name, or null")
-        if self.suites and self.test_freq == -1:
-            raise ValueError(
-                f"trainer.suites={self.suites} has no effect with trainer.test_freq=-1: drop it or "
-                "set trainer.test_freq to 0 or more"
-            )
+        for name, least in (("patience", 1), ("suites", 0)):
+            given, freq = getattr(self, name), self.test_freq
+            if given and freq < least:
+                raise ValueError(
+                    f"trainer.{name}={given} has no effect with trainer.test_freq={freq}: drop it "
+                    f"or set trainer.test_freq to {least} or more"
+                )
         validate_loggers(self.logger)
 
     def _check(self, name: str, good: bool, remedy: str) -> None:

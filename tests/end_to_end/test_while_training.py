@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard, constants
 from support.hub import TOKEN, Hub
+from support.launching import launch
 from support.runs import Train, Trained, final_state, read_rows, stopped_and_whole
 
 from flowgrpo_rc.commands.export import export_checkpoint
@@ -88,6 +89,8 @@ def test_the_best_checkpoint_stays_and_loras_are_exported_and_pushed(
     for folder, step in exports.items():
         card = ModelCard.load(run / folder / "README.md")
         assert f"| steps | {step} of 5" in card.text
+        inside = ', subfolder="lora_best"' if folder == "lora_best" else ""
+        assert f'pipe.load_lora_weights("me/lora", weight_name="{name}"{inside})' in card.text
         pictures = [one["output"]["url"] for one in card.data.to_dict()["widget"]]
         assert len(pictures) == 4
         assert all(read_png(run / folder / picture) for picture in pictures)
@@ -96,11 +99,12 @@ def test_the_best_checkpoint_stays_and_loras_are_exported_and_pushed(
             export_checkpoint(str(run / "checkpoints" / f"step_{step}"), str(again), raw=False)
             assert (again / name).read_bytes() == (run / folder / name).read_bytes()
 
-    *_, last = [body for path, body in hub.posted if "/commit/" in path]
-    lines = [json.loads(line) for line in last.splitlines()]
-    assert lines[0]["value"]["summary"] == "LoRA of step 5"
-    sent = {line["value"]["path"] for line in lines[1:]}
-    assert sent == {name, "README.md", *(f"images/{number}.png" for number in range(4))}
+    commits = [body for path, body in hub.posted if "/commit/" in path][-2:]
+    for body, step, place in zip(commits, (5, best), ("", "lora_best/"), strict=True):
+        lines = [json.loads(line) for line in body.splitlines()]
+        assert lines[0]["value"]["summary"] == f"LoRA of step {step}"
+        sent = {line["value"]["path"].removeprefix(place) for line in lines[1:]}
+        assert sent == {name, "README.md", *(f"images/{number}.png" for number in range(4))}
     assert TOKEN not in caplog.text
     assert not any(TOKEN in body for _, body in hub.posted)
 
@@ -127,3 +131,26 @@ def test_patience_ends_a_run_and_a_resumed_one_after_the_same_step(
     told = capsys.readouterr()
     assert "raise trainer.patience" in told.out + told.err
     assert len(evaluations(stopped)) == end
+
+
+def test_two_processes_keep_the_best_once_and_lose_patience_after_the_same_step(
+    overrides: list[str], wander: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = (*overrides, *wander, "trainer.patience=1", "trainer.save_rollouts=true")
+    command = ("-m", "flowgrpo_rc.train", *settings)
+    done = launch(2, *command, python_path=tmp_path)
+    run = tmp_path / "run"
+    rewards = evaluations(run)
+    end = len(rewards)
+    assert 2 <= end < 5  # or the run shows nothing
+    assert rewards[-1] <= rewards[-2]
+    assert done.stdout.count("best LoRA (held-out") == 1
+    kept = [path.name for path in list_checkpoints(run / "checkpoints")]
+    assert kept == [f"step_{end - 1}", f"step_{end}"]
+    assert f"| steps | {end - 1} of 5" in (run / "lora_best" / "README.md").read_text()
+    trained = {path.stem for path in (run / "rollouts").iterdir()}
+    steps, ranks = range(1, end + 1), range(2)
+    assert trained == {f"step_{step:06d}_process_{rank}_of_2" for step in steps for rank in ranks}
+    again = launch(2, *command, python_path=tmp_path)
+    assert again.stdout.count("raise trainer.patience") == 1
+    assert len(evaluations(run)) == end
