@@ -196,7 +196,7 @@ def card_row(job: Composed, store: Any) -> dict[str, Any]:
     for gib in CARDS:
         proposal = fitter.fit(gib)
         settings = settings_of(proposal.config)
-        found[str(gib)] = {"fits": proposal.fits(gib), "peak": proposal.peak, **settings}
+        found[str(gib)] = {"fits": proposal.fits, "peak": proposal.peak, **settings}
     return {"digest": job.digest, "cards": found}
 
 

@@ -29,7 +29,7 @@ from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.metrics_file import MetricsFile, held_out
-from flowgrpo_rc.records.progress import ProgressBar, is_seen
+from flowgrpo_rc.records.progress import SHOWN, ProgressBar, is_seen
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.streams import lasting_streams
 from flowgrpo_rc.report.card import card, held_out_pictures, told
@@ -51,10 +51,16 @@ RewardTerms = Mapping[str, Score | Mapping[str, Any]] | Sequence[Score]
 class Metrics(list[dict[str, Any]]):
     """Rows of metrics.jsonl, which a notebook shows as a table where pandas is installed."""
 
+    def __repr__(self) -> str:
+        last = {name: self[-1][name] for name in ("step", *SHOWN) if self and name in self[-1]}
+        return f"<{len(self)} rows of metrics, the last with {last} and more; list() has all>"
+
     def to_pandas(self) -> Any:
         """Returns a DataFrame with a column a metric; ImportError without pandas."""
-        import pandas
-
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas() needs pandas: pip install pandas") from error
         return pandas.DataFrame(list(self))
 
     def _repr_html_(self) -> str | None:
@@ -199,7 +205,7 @@ def train(
       config_name: a file of `configs/`; None for the bundled model.
       config_dir: a further folder with configuration files.
       verbose: True prints what the command line prints, and False nothing. None shows a progress
-        bar on a terminal or in a notebook, and nothing elsewhere.
+        bar on a terminal or in a notebook, and does as True elsewhere.
 
     Returns:
       The run.
@@ -224,7 +230,7 @@ def train(
             from flowgrpo_rc.commands.train import run
 
             observers = [*([bar.step] if bar else ()), *callbacks]
-            reason = run(settings, callbacks=observers, quiet=not verbose)
+            reason = run(settings, callbacks=observers, quiet=shows or verbose is False)
     if reason is None and len(rows.rows()) == earlier:
         warnings.warn(
             f"nothing was trained: {folder} holds a finished run; set trainer.output_dir to "
@@ -280,7 +286,7 @@ def plan(
 
     With `fit`, the GiB of a card, it returns a `Proposal` with the `overrides` that fit it.
     """
-    with quiet():
+    with quiet("transformers", "diffusers"):
         from flowgrpo_rc.commands.plan import planned
 
         return planned(_settings(config, config_name, config_dir), processes, nodes, fit)

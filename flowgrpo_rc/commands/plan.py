@@ -17,7 +17,6 @@ from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.fit import Fitter, Proposal
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
-from flowgrpo_rc.plugins import in_gib
 from flowgrpo_rc.report.facts import told
 
 
@@ -29,8 +28,8 @@ def main(arguments: argparse.Namespace) -> int:
         processes = asked if isinstance(asked, int) else 1
     found = planned(unchecked_config(composed), processes, nodes, arguments.fit)
     if isinstance(found, Proposal):
-        print(f"{composed.trainer.experiment_name} {found.told(arguments.fit)}")
-        return EXIT_OK if found.fits(arguments.fit) else EXIT_FAILED
+        print(found)
+        return EXIT_OK if found.fits else EXIT_FAILED
     given = unchecked_config(composed)
     config = settled(given, torch.device("cuda"))
     trained = told(asdict(config), asdict(given), has_mode=not config.knows_no_log_probs())
@@ -38,14 +37,15 @@ def main(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def planned(given: Config, processes: int, nodes: int, fit: float | str | None) -> Plan | Proposal:
+def planned(given: Config, processes: int, nodes: int, fit: float | None) -> Plan | Proposal:
     """Plans a run on processes, or with `fit` proposes settings for a card of so many GiB."""
     if processes < 1:
         raise ValueError(f"--processes {processes}: give at least 1")
     if nodes < 1 or processes % nodes:
         raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
-    size = None if fit is None else in_gib("--fit", fit)
+    if fit is not None and not fit > 0:
+        raise ValueError(f"--fit {fit:g}: give the GiB of a card, above 0")
     check_settings(given, processes)
     config = settled(given, torch.device("cuda"))
     job = job_of(config, processes, config_folder() / "architectures", nodes=nodes)
-    return make_plan(job) if size is None else Fitter(job).fit(size)
+    return make_plan(job) if fit is None else Fitter(job).fit(fit)

@@ -61,10 +61,11 @@ def activations_of(needs: Needs, config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings, and the bytes of one process with them."""
+    """Settings for a card of some GiB, and the bytes of one process with them."""
 
     config: Config
     peak: int
+    gib: float
 
     @property
     def overrides(self) -> Sequence[str]:
@@ -78,17 +79,16 @@ class Proposal:
             f"actor.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu}",
         ]
 
-    def fits(self, gib: float) -> bool:
-        """Returns whether they fit a card."""
-        return self.peak <= gib * 2**30 * (1 - HEADROOM)
+    @property
+    def fits(self) -> bool:
+        """Returns whether they fit the card."""
+        return self.peak <= self.gib * 2**30 * (1 - HEADROOM)
 
-    def told(self, gib: float) -> str:
-        """Returns the proposal for a card as text."""
-        card = f"a card of {gib:g} GiB with {HEADROOM:.0%} to spare"
-        words = f"does not fit {card}: at least {as_size(self.peak)} are needed, with"
-        if self.fits(gib):
-            words = f"fits {card}: peak {as_size(self.peak)} with"
-        return f"{words}\n  {' '.join(self.overrides)}"
+    def __repr__(self) -> str:
+        card = f"{self.gib:g} GiB with {HEADROOM:.0%} to spare"
+        words, needs = ("fits", "peak") if self.fits else ("does not fit", "it needs at least")
+        name, peak = self.config.trainer.experiment_name, as_size(self.peak)
+        return f"{name} {words} a card of {card}: {needs} {peak} with\n  {' '.join(self.overrides)}"
 
 
 class Fitter:
@@ -116,8 +116,8 @@ class Fitter:
         """Returns the fastest settings that fit a card of some GiB, or those that need least."""
         proposals = []
         for config in self.candidates():
-            proposals.append(Proposal(config, self.peak(config)))
-            if proposals[-1].fits(gib):
+            proposals.append(Proposal(config, self.peak(config), gib))
+            if proposals[-1].fits:
                 return proposals[-1]
         return min(proposals, key=lambda proposal: proposal.peak)
 

@@ -54,7 +54,7 @@ class Plan:
         always = self.held_bytes + self.context[1]
         return always + max((size for _, size, _ in self.phases), default=0)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         parameters = [(name, f"{count:,}", remark) for name, count, remark in self.parameters]
         memory = [*self.memory, ("sum", self.held_bytes, "all the time")]
         sections = {"parameters": parameters, "memory of a rank": _sized(memory)}

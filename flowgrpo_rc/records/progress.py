@@ -16,7 +16,7 @@ from flowgrpo_rc.records.metrics_file import MetricsFile
 
 _TICK_S = 2.0
 # Metric -> its name beside the bar.
-_SHOWN = {"reward/mean": "reward", "actor/pg_loss": "loss", "val/reward": "held-out reward"}
+SHOWN = {"reward/mean": "reward", "actor/pg_loss": "loss", "val/reward": "held-out reward"}
 
 
 def is_seen() -> bool:
@@ -60,7 +60,7 @@ class ProgressBar:
         if not self._shown:
             bar.set_description("training", refresh=False)
             bar.initial = bar.n = bar.last_print_n = step
-        found = {name: f"{metrics[key]:.3g}" for key, name in _SHOWN.items() if key in metrics}
+        found = {name: f"{metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics}
         self._shown |= found
         bar.set_postfix(self._shown, refresh=False)
         bar.update(step - bar.n)

@@ -20,7 +20,7 @@ from support.runs import Train, final_state
 
 import flowgrpo_rc
 from flowgrpo_rc import Prompt, Run
-from flowgrpo_rc.api import _settings
+from flowgrpo_rc.api import Metrics, _settings
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.from_python import Overrides, override_lines
@@ -39,8 +39,12 @@ def test_python_and_the_command_line_train_the_same(
     overrides: list[str], train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = flowgrpo_rc.train(overrides)
-    assert capsys.readouterr().out == ""
+    told = capsys.readouterr().out
     assert train(f"trainer.output_dir={tmp_path / 'other'}") == 0
+    # Nobody sees a bar here, so Python prints what the command line does.
+    lines = re.compile(r"^(?:log-ratio: .*|step \d/2  \w+ \S+|held-out.*|LoRA)", re.MULTILINE)
+    assert len(lines.findall(told)) == 6
+    assert lines.findall(told) == lines.findall(capsys.readouterr().out)
     assert final_state(run.folder) == final_state(tmp_path / "other")
     assert run == Run(tmp_path / "run")
     assert run.stopped is None
@@ -85,7 +89,14 @@ def test_a_run_shows_its_numbers_and_pictures(
     assert "<script>" not in html
     assert "&lt;script&gt;alert(1)" in html
     assert f"LoRA: {run.lora}" in html
+    monkeypatch.setitem(sys.modules, "pandas", None)
     assert run.metrics._repr_html_() is None
+    last = f"'step': 1, 'reward/mean': {run.metrics[-1]['reward/mean']}"
+    assert repr(run.metrics).startswith(f"<2 rows of metrics, the last with {{{last}")
+    assert len(repr(run.metrics)) < 400
+    assert repr(Metrics()).startswith("<0 rows of metrics")
+    with pytest.raises(ImportError, match="pip install pandas"):
+        run.metrics.to_pandas()
     pandas = ModuleType("pandas")
     pandas.__spec__ = ModuleSpec("pandas", None)
     pandas.DataFrame = list  # type: ignore[attr-defined]
@@ -107,12 +118,13 @@ def test_the_other_commands_return_what_they_print(
     file = flowgrpo_rc.export(run, tmp_path / "lora")
     assert file.read_bytes() == (run.lora / file.name).read_bytes()
     plan = flowgrpo_rc.plan({"data.train_batch_size": 8})
-    proposal = flowgrpo_rc.plan({"data.train_batch_size": 8}, fit="24 GiB")
+    proposal = flowgrpo_rc.plan({"data.train_batch_size": 8}, fit=24)
     assert capsys.readouterr().out == ""
     assert main(["plan", "data.train_batch_size=8"]) == 0
-    assert capsys.readouterr().out.startswith(f"{plan}\n")
+    assert capsys.readouterr().out.startswith(f"{plan!r}\n")
     assert main(["plan", "data.train_batch_size=8", "--fit", "24"]) == 0
-    assert " ".join(proposal.overrides) in capsys.readouterr().out
+    assert " ".join(proposal.overrides) in repr(proposal)
+    assert capsys.readouterr().out == f"{proposal!r}\n"
 
 
 class Dataset:
