@@ -16,7 +16,7 @@ from typing import Any
 from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV, own_key
-from flowgrpo_rc.distributed.child import follow_parent, say_error
+from flowgrpo_rc.distributed.child import follow_parent, is_first, say_error
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.streams import lasting_streams
@@ -49,6 +49,8 @@ def _run(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     arguments = _parsed(words)
     follow_parent()
+    for room in () if is_first() else ("config", "data"):  # each process would say the same
+        logging.getLogger(f"flowgrpo_rc.{room}").setLevel(logging.ERROR)
     given = vars(arguments)
     own_code = arguments.command in OWN_CODE or given.get("trust") or given.get("suite")
     if own_code and "" not in sys.path and os.getcwd() not in sys.path:

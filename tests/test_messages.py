@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import flowgrpo_rc
 from flowgrpo_rc.commands.doctor import report
 from flowgrpo_rc.commands.doctor_gpu import Finding
+from flowgrpo_rc.config.names import config_folder
 
 PACKAGE = Path(flowgrpo_rc.__file__).parent
 
@@ -26,6 +28,9 @@ def test_no_message_sends_a_reader_of_a_wheel_to_a_page_that_it_lacks() -> None:
     assert len(files) > 100
     found = {(path.name, text) for path in files for text in spoken(path) if "docs/" in text}
     assert not found
+    texts = [*PACKAGE.rglob("*.yaml"), *config_folder().rglob("*.yaml"), *files]
+    page = re.compile(r"docs/\w+\.md")
+    assert not [path.name for path in texts if page.search(path.read_text(encoding="utf-8"))]
 
 
 def test_square_brackets_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

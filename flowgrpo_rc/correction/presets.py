@@ -112,7 +112,7 @@ def _preset(settings: Callable[..., Settings], mode: Settings | None = None) -> 
 
 class Presets:
     """Named constructors of `RolloutCorrectionConfig`; a public name here is a preset that
-    `preset=NAME` knows. `docs/rollout_correction_names.md` says which document has it.
+    `preset=NAME` knows.
     """
 
     # Decoupled mode: rollout, old and current policy. `disabled` reports metrics only.

@@ -1,7 +1,7 @@
 """A suite: prompts of its own with a reward of its own, that a model is asked beside its training.
 
 It is a small YAML file. Those of the package are in `assets/suites`; a user's own file may take one
-of them as its `base` and change some keys. docs/reports.md lists the keys.
+of them as its `base` and change some keys.
 """
 
 from __future__ import annotations

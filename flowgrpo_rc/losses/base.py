@@ -1,5 +1,5 @@
-"""The contract of a policy loss. One file in this folder is one loss; docs/extending.md adds one
-out of the tree.
+"""The contract of a policy loss. One file in this folder is one loss; one of yours is named by
+its full path.
 
 Legend: B samples, T steps (denoising steps of an image, tokens of a response); b and t those of one
 forward.

@@ -2,7 +2,7 @@
 
 Turbo is distilled: it makes a picture in eight steps and takes no guidance. Reinforcement learning
 then trains the few steps that users take, so `num_inference_steps` and `guidance_scale` should be
-theirs (docs/extending.md).
+theirs.
 
 Legend: B samples, C latent channels, H and W height and width of a picture in pixels.
 """

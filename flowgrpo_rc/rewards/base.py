@@ -1,4 +1,4 @@
-"""The contract of a reward. docs/extending.md tells how to add one outside the package.
+"""The contract of a reward, of this package or of yours.
 
 Shapes: N samples, F frames of a video, H x W pixels.
 """

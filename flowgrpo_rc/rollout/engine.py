@@ -1,7 +1,5 @@
 """The contract of a rollout engine: it samples, and records what training needs to know.
 
-docs/extending.md tells how to add one.
-
 Shapes: B samples of a request, b samples of a chunk, T stochastic steps, F frames of a video,
 H x W pixels.
 """

@@ -66,8 +66,6 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     the trainer's tensors; the end of every rollout compares again. A failure ends the engine and
     raises EngineError with the end of its log. An engine that has died or hangs is started again,
     with the same LoRA, and samples what is left of the request.
-
-    docs/vllm_omni.md describes the options.
     """
 
     kind = "diffusion"
