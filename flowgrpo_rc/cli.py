@@ -28,7 +28,7 @@ BOTH = ("transformers", "diffusers")
 # of the user's may name a reward of the user's.
 OWN_CODE = ("train", "plan", "calibrate", "serve-reward")
 LIBRARIES = {
-    **dict.fromkeys(("train", "calibrate", "evaluate"), BOTH),
+    **dict.fromkeys(("train", "plan", "calibrate", "evaluate"), BOTH),
     "serve-reward": ("transformers",),
 }
 
@@ -138,7 +138,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, (help, options) in COMMANDS.items():
         aliases = ["eval"] if name == "evaluate" else []
-        command = commands.add_parser(name, help=help, aliases=aliases)
+        command = commands.add_parser(name, help=help, description=help, aliases=aliases)
         command.set_defaults(command=name)
         for option, given in options.items():
             command.add_argument(option, **given)
@@ -171,8 +171,8 @@ _PLAN = {
     ),
     "--nodes": _option("number of machines (1)", type=int, default=1, metavar="N"),
     "--fit": _option(
-        "propose micro-batches, checkpointing and offloading that fit a card of this memory",
-        type=float,
+        "propose micro-batches, checkpointing and offloading that fit a card of this memory, "
+        "such as 24",
         metavar="GIB",
     ),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 REDACTED = "***"
@@ -31,13 +32,13 @@ def redact(value: Any) -> Any:
 
 
 def redact_command(words: Sequence[str]) -> str:
-    """Returns a command line without secrets; the value of `name=value` may have spaces."""
+    """Returns a command line for a shell, without secrets."""
     shown: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         name, _, value = word.partition("=")
         follows = before.startswith("-") and not word.startswith("-") and _NAMED.search(before)
         hidden = REDACTED if follows else f"{name}={REDACTED}"
-        shown.append(hidden if follows or _is_secret(name, value) else redact(word))
+        shown.append(hidden if follows or _is_secret(name, value) else quote(redact(word)))
     return " ".join(shown)
 
 

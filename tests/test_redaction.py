@@ -72,14 +72,14 @@ def test_values_of_the_environment_are_secrets(monkeypatch: pytest.MonkeyPatch) 
     assert redact(common) == common
     given = {"a": "hunter22/b", "b": ["hunter22hunter22"], "c": "ocr"}
     assert redact(given) == {"a": "***/b", "b": ["***"], "c": "ocr"}
-    assert redact_command(["--name", "hunter22"]) == "--name ***"
+    assert redact_command(["--name", "hunter22"]) == "--name '***'"
 
 
 def test_secrets_on_a_command_line() -> None:
     words = ["run.py", "--api-key", "x", "--steps", "3", "--token=y z", "--password", "--fast"]
     expected = "run.py --api-key *** --steps 3 --token=*** --password --fast"
     assert redact_command(words) == expected
-    assert redact_command(["reward.terms.token={weight: 1}"]) == "reward.terms.token={weight: 1}"
+    assert redact_command(["reward.terms.token={weight: 1}"]) == "'reward.terms.token={weight: 1}'"
 
 
 def test_what_is_no_secret_stays() -> None:

@@ -17,6 +17,7 @@ from flowgrpo_rc.config.machine import device_of, num_processes, usable_cores
 from flowgrpo_rc.config.rows import summary, table
 from flowgrpo_rc.distributed.child import is_child, launched_processes
 from flowgrpo_rc.distributed.launch import launch
+from flowgrpo_rc.plugins import in_gib
 
 
 def prepare(arguments: argparse.Namespace) -> int | None:
@@ -43,6 +44,10 @@ def prepare(arguments: argparse.Namespace) -> int | None:
     config = unchecked_config(composition.config)
     if arguments.command == "plan":  # for another machine, which may have other files
         check_settings(config)
+        if arguments.fit is not None:
+            arguments.fit = in_gib("--fit", arguments.fit)
+            what = "measures what one and two samples need; a large model takes half a minute"
+            print(f"--fit {arguments.fit:g}: {what}", file=sys.stderr)
         return None
     trains = arguments.command == "train"
     check_inputs(config, num_processes=launched_processes() or 1, trains=trains)

@@ -17,6 +17,7 @@ from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.fit import Fitter, Proposal
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
+from flowgrpo_rc.plugins import in_gib
 from flowgrpo_rc.report.facts import told
 
 
@@ -37,15 +38,14 @@ def main(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def planned(given: Config, processes: int, nodes: int, fit: float | None) -> Plan | Proposal:
+def planned(given: Config, processes: int, nodes: int, fit: float | str | None) -> Plan | Proposal:
     """Plans a run on processes, or with `fit` proposes settings for a card of so many GiB."""
     if processes < 1:
         raise ValueError(f"--processes {processes}: give at least 1")
     if nodes < 1 or processes % nodes:
         raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
-    if fit is not None and not fit > 0:
-        raise ValueError(f"--fit {fit:g}: give the GiB of a card, above 0")
+    size = None if fit is None else in_gib("--fit", fit)
     check_settings(given, processes)
     config = settled(given, torch.device("cuda"))
     job = job_of(config, processes, config_folder() / "architectures", nodes=nodes)
-    return make_plan(job) if fit is None else Fitter(job).fit(fit)
+    return make_plan(job) if size is None else Fitter(job).fit(size)

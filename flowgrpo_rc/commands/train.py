@@ -51,6 +51,10 @@ def main(arguments: argparse.Namespace) -> int:
             f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out "
             "prompts, nothing was loaded"
         )
+        prompts = f"{found.data.train_batch_size} prompts (data.train_batch_size)"
+        samples = f"{found.rollout.n} samples (rollout.n)"
+        steps = found.trainer.total_training_steps
+        print(f"  Each step      {prompts}, each with {samples}; {steps} steps")
         has_mode = not found.knows_no_log_probs()
         trained, given = asdict(found), asdict(config)
         print(told(trained, given, has_mode=has_mode, first_prompt=inputs.first_prompt))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from flowgrpo_rc.records.checkpoint import (
 )
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.records.run_folder import RunFolder, check_writable
+from flowgrpo_rc.records.run_folder import RunFolder, check_writable, own_command
 
 FIRST_NEED = 64 * 2**20  # bytes of metrics, samples and a report
-_PROGRAMS = ("flowgrpo-rc", "flowgrpo_rc/cli.py", "flowgrpo_rc/train.py")
 # Settings that the command for a new run replaces; the last is the name of verl-omni.
 _REPLACED = (
     "trainer.total_training_steps=",
@@ -107,7 +105,10 @@ def command_from_lora(config: Config, steps: int) -> str:
         f"model.lora_path={RunFolder(root).lora}",
         f"trainer.output_dir={next(path for path in free if not path.exists())}",
     )
-    return shlex.join(["flowgrpo-rc", "train", *_given_words(), *changes])
+    command = own_command()
+    given = command[2:] if command[:2] == ["flowgrpo-rc", "train"] else []
+    kept = [word for word in given if not word.lstrip("+").startswith(_REPLACED)]
+    return shlex.join(["flowgrpo-rc", "train", *kept, *changes])
 
 
 def _check_length(stored: Config, config: Config) -> None:
@@ -128,13 +129,3 @@ def _check_length(stored: Config, config: Config) -> None:
             f". To train on from its LoRA, start another run: {command_from_lora(config, more)}"
         )
     raise ValueError(message)
-
-
-def _given_words() -> Iterator[str]:
-    """The settings on the command line of this process, if it is one of a training."""
-    program, *words = sys.argv
-    if not program.endswith(_PROGRAMS):
-        return
-    if words[:1] == ["train"]:
-        del words[0]
-    yield from (word for word in words if not word.lstrip("+").startswith(_REPLACED))

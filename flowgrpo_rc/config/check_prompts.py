@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.config.check_inputs import Prompts, files_of
+from flowgrpo_rc.config.check_inputs import Prompts, content_of, files_of
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import places_of
+from flowgrpo_rc.data.prompts import places_of, prompt_files
 from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.models.architecture import load_tokenizers
 from flowgrpo_rc.models.base import FlowModel
@@ -47,6 +49,26 @@ def check_images(config: Config, model: FlowModel, prompts: Prompts) -> None:
                     model.image_size(*picture_size(image), config.rollout.spec())
                 except ValueError as error:
                     raise ValueError(f"{where(prompt)}: {name_of(image)}: {error}") from error
+
+
+def check_rows(config: Config, prompts: Prompts) -> None:
+    """Warns of prompts that stand twice, and of the package's held-out words for other prompts."""
+    for read, _, where in _asked(config, prompts):
+        counts = Counter(prompt.text for prompt in read)
+        several = [prompt for prompt in read if counts[prompt.text] > 1]
+        first = {content_of(prompt): prompt for prompt in reversed(several)}
+        repeats = [prompt for prompt in several if first[content_of(prompt)] is not prompt]
+        _warn(repeats, read, "repeat an earlier one", where)
+    trained, held_out = (
+        all(file.is_relative_to(assets.ROOT) for file in prompt_files(files, key))
+        for key, files, _ in files_of(config, prompts)
+    )
+    if held_out and not trained and config.trainer.test_freq != -1:
+        logger.warning(
+            "data.val_files=%s: the held-out prompts are those of the package, and those of "
+            "data.train_files are not: give data.val_files, too",
+            config.data.val_files,
+        )
 
 
 def check_texts(

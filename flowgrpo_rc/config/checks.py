@@ -24,7 +24,7 @@ from flowgrpo_rc.config.check_inputs import (
     inputs_of,
     suites_of,
 )
-from flowgrpo_rc.config.check_prompts import check_images, check_texts
+from flowgrpo_rc.config.check_prompts import check_images, check_rows, check_texts
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
@@ -85,6 +85,7 @@ def check_run(
         check_output(config, num_trained(model))
     if trains:
         check_overlap(config, prompts)
+        check_rows(config, prompts)
     return RunInputs(prompts, read, resumed, first)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import linecache
 import shutil
 import sys
@@ -180,9 +181,12 @@ def test_a_run_with_a_constant_learning_rate_may_become_longer(own: list[str]) -
 def test_another_length_of_a_schedule_is_refused_with_the_command_that_goes_on(
     own: list[str], monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    folder = made(config_of(*own, "trainer.total_training_steps=2"))
     longer = [*own, "trainer.total_training_steps=5"]
     monkeypatch.setattr(sys, "argv", [*program.split(), *longer])
+    folder = made(config_of(*own, "trainer.total_training_steps=2"))
+    typed = "pytest" if program == "pytest" else "flowgrpo-rc train"
+    environment = json.loads((folder.root / "environment.json").read_text())
+    assert environment["command"] == f"{typed} {' '.join(longer)}"
     words = r"total_training_steps=5: the run in .* has 2, .*lr_scheduler=linear.*; give 2, "
     words += r"or another trainer\.output_dir for a fresh run$"
     with pytest.raises(ValueError, match=words):

@@ -150,6 +150,32 @@ def test_negative_prompts_are_counted_too(
     assert "are cut" not in caplog.text
 
 
+def test_a_dry_run_tells_sizes_repeats_and_the_package_s_held_out_prompts(
+    overrides: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text("a\nb\na\nc\nb\n")
+    still = "the held-out prompts are those of the package"
+    assert dry_run(overrides, file, "rollout.n=6", "trainer.total_training_steps=7") == 0
+    out = capsys.readouterr().out
+    assert "2 prompts (data.train_batch_size), each with 6 samples (rollout.n); 7 steps" in out
+    for key in ("data.train_files", "data.val_files"):
+        words = f"2 of 5 prompts repeat an earlier one; the first is {key}: {file}, line 3"
+        assert words in caplog.text
+    assert still not in caplog.text
+    held_out = f"data.val_files={assets.path('prompts/glyph_val.txt')}"
+    assert dry_run(overrides, file, held_out) == 0
+    assert f"{held_out}: {still}" in caplog.text
+    caplog.clear()
+    trained = f"data.train_files={assets.path('prompts/glyph_train.txt')}"
+    assert dry_run(overrides, file, held_out, trained) == 0
+    assert dry_run(overrides, file, held_out, "trainer.test_freq=-1") == 0
+    assert still not in caplog.text
+
+
 def test_suites_are_checked_too(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

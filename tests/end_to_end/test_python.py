@@ -118,7 +118,7 @@ def test_the_other_commands_return_what_they_print(
     file = flowgrpo_rc.export(run, tmp_path / "lora")
     assert file.read_bytes() == (run.lora / file.name).read_bytes()
     plan = flowgrpo_rc.plan({"data.train_batch_size": 8})
-    proposal = flowgrpo_rc.plan({"data.train_batch_size": 8}, fit=24)
+    proposal = flowgrpo_rc.plan({"data.train_batch_size": 8}, fit="24 GiB")
     assert capsys.readouterr().out == ""
     assert main(["plan", "data.train_batch_size=8"]) == 0
     assert capsys.readouterr().out.startswith(f"{plan!r}\n")

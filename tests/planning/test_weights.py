@@ -235,8 +235,10 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     for name in ("CUDA and libraries", "update", "rollout", "decoding", "while loading"):
         assert re.search(rf"^  {name} ", shown.out, re.MULTILINE), name
     assert "no counterpart" in shown.err
-    assert main(["plan", "--fit", "8"]) == 0
-    assert "tiny_ocr fits a card of 8 GiB with 8% to spare" in capsys.readouterr().out
+    assert main(["plan", "--fit", "8GB"]) == 0
+    shown = capsys.readouterr()
+    assert "tiny_ocr fits a card of 8 GiB with 8% to spare" in shown.out
+    assert shown.err.startswith("--fit 8: measures what one and two samples need")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,8 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
         (["--config-name", "token_grpo"], "model.kind=causal_lm"),
         (["--processes", "3"], "3 processes"),
         (["--processes", "0"], "--processes 0: give at least 1"),
-        (["--fit", "-1"], "--fit -1: give the GiB of a card"),
+        (["--fit", "-1"], "--fit -1: give the GiB of a card, above 0, such as 24 or 24GB"),
+        (["--fit", "24TB"], "--fit 24TB: give the GiB of a card"),
         ([QWEN, "rollout.pipeline.true_cfg_scale=null"], "true_cfg_scale"),
     ],
 )
