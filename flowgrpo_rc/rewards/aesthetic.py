@@ -9,9 +9,9 @@ https://github.com/christophschuhmann/improved-aesthetic-predictor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,33 +27,31 @@ from flowgrpo_rc.rewards.base import Scores
 ENDINGS = (".safetensors", ".pth")
 
 
+@dataclass(kw_only=True, eq=False)
 class Aesthetic(ClipReward):
     """The predictor's score, about 1 to 10. It ignores the prompt.
 
-    DDPO and flow_grpo divide the score by 10; a weight of 0.1 gives their numbers.
-
-    Args:
-      head: file with the weights of the small network: the published .pth, of which only tensors
-        are read, or .safetensors.
-      path: the CLIP that the head was trained on, a local folder or a hub id.
-      options: `processor`, `device`, `dtype` and `batch_size` of `Clip`.
+    DDPO and flow_grpo divide the score by 10; a weight of 0.1 gives their numbers. `head` is the
+    file with the weights of the small network: the published .pth, of which only tensors are read,
+    or .safetensors. `path` is the CLIP that it was trained on.
     """
 
     num_parameters = 427_616_513  # CLIP ViT-L/14
 
-    def __init__(
-        self, *, head: str, path: str = "openai/clip-vit-large-patch14", **options: Any
-    ) -> None:
-        self._file = Path(head).expanduser()
+    head: str
+    path: str = "openai/clip-vit-large-patch14"
+
+    def __post_init__(self) -> None:
+        self._file = Path(self.head).expanduser()
         if self._file.suffix not in ENDINGS or not self._file.is_file():
             raise ValueError(
-                f"head={head!r}: give an existing file that ends in {' or '.join(ENDINGS)}"
+                f"head={self.head!r}: give an existing file that ends in {' or '.join(ENDINGS)}"
             )
-        super().__init__(path=path, **options)
+        super().__post_init__()
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         with torch.inference_mode():
-            return Scores(values=self._head(self._clip.image_features(samples)).squeeze(1).tolist())
+            return Scores(values=self._head(self.image_features(samples)).squeeze(1).tolist())
 
     @cached_property
     def _head(self) -> nn.Sequential:

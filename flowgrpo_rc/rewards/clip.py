@@ -5,11 +5,12 @@ Reference: CLIPScore, https://arxiv.org/abs/2104.08718.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from flowgrpo_rc.rewards.backbones.clip import ClipReward
 
 
+@dataclass(kw_only=True, eq=False)
 class ClipScore(ClipReward):
     """The cosine of image and prompt, from -1 to 1.
 
@@ -19,5 +20,4 @@ class ClipScore(ClipReward):
 
     num_parameters = 427_616_513  # CLIP ViT-L/14
 
-    def __init__(self, *, path: str = "openai/clip-vit-large-patch14", **options: Any) -> None:
-        super().__init__(path=path, **options)
+    path: str = "openai/clip-vit-large-patch14"

@@ -5,11 +5,12 @@ Reference: PickScore, https://arxiv.org/abs/2305.01569.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from flowgrpo_rc.rewards.backbones.clip import ClipReward
 
 
+@dataclass(kw_only=True, eq=False)
 class PickScore(ClipReward):
     """The cosine of image and prompt times the model's scale, about 15 to 26.
 
@@ -20,11 +21,5 @@ class PickScore(ClipReward):
     num_parameters = 986_109_441  # CLIP ViT-H/14
     is_scaled = True
 
-    def __init__(
-        self,
-        *,
-        path: str = "yuvalkirstain/PickScore_v1",
-        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        **options: Any,
-    ) -> None:
-        super().__init__(path=path, processor=processor, **options)
+    path: str = "yuvalkirstain/PickScore_v1"
+    processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

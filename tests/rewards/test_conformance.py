@@ -25,7 +25,6 @@ from support.tiny_vlm import save_vlm_reward
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import available_plugins, build, load_class
-from flowgrpo_rc.rewards.backbones.clip import Clip
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.http.client import JsonClient
 from flowgrpo_rc.rewards.http.wire import decode, decode_png, encode_png
@@ -101,7 +100,6 @@ CASES = available_plugins(PACKAGE, Reward)
 FURTHER = {
     **dict.fromkeys(("geneval", "remote", "a VLM's server"), ", a server's"),
     **dict.fromkeys(("vlm_judge", "vlm_ocr", "vlm_preference"), ", a VLM's"),
-    **dict.fromkeys(("aesthetic", "clip", "hpsv2", "pickscore"), ", CLIP's"),
     "video_clip": ", those of `clip`",
     "video_ocr": ", those of `ocr`",
 }
@@ -167,7 +165,6 @@ def keys(component: type) -> str:
 @pytest.mark.parametrize(
     ("name", "component", "further"),
     [
-        ("CLIP's", Clip, ""),
         ("a server's", JsonClient, ""),
         ("a VLM's server", VlmServer, FURTHER["a VLM's server"]),
         ("a VLM of this process", LocalVlm, ""),

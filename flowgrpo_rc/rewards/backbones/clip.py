@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.plugins import build
 from flowgrpo_rc.rewards.backbones.checkpoint import (
     PROCESSOR,
     check_loading,
@@ -31,8 +30,10 @@ from flowgrpo_rc.rewards.base import Reward, Scores, batches
 
 
 @dataclass(kw_only=True, eq=False)
-class Clip:
-    """A `CLIPModel` of transformers with its image processor and tokenizer; loads at first use."""
+class ClipReward(Reward):
+    """Scores by the cosine of image and prompt in a `CLIPModel`, which loads at first use."""
+
+    is_scaled: ClassVar[bool] = False  # by the factor of the model
 
     path: str  # a local folder or a hub id; weights are read from safetensors only
     processor: str | None = None  # the place of image processor and tokenizer, if not `path`
@@ -53,17 +54,15 @@ class Clip:
         key = "path" if self.processor is None else "processor"
         check_source(self._processor, key=key, names=PROCESSOR)
 
-    def cosines(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
-        """Computes the cosine of each image [N, H, W, 3] uint8 and its text, fp32 [N]."""
-        return (self.image_features(images) * self.text_features(texts)).sum(1)
-
-    def logit_scale(self) -> float:
-        """Returns the factor by which the model multiplies a cosine."""
-        return float(self._loaded[0].logit_scale.float().exp())
+    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+        texts = [prompt.text for prompt in prompts]
+        cosines = (self.image_features(samples) * self.text_features(texts)).sum(1)
+        if self.is_scaled:
+            cosines = cosines * float(self._loaded[0].logit_scale.float().exp())
+        return Scores(values=cosines.tolist())
 
     def image_features(self, images: np.ndarray) -> Tensor:
         """Computes unit vectors [N, D], fp32 on the CPU, of images [N, H, W, 3] uint8."""
-
         model, processor, _ = self._loaded
 
         def forward(batch: Sequence[np.ndarray]) -> Any:
@@ -106,22 +105,3 @@ class Clip:
             CLIPImageProcessorPil.from_pretrained(self._processor),
             load_tokenizer(self._processor),
         )
-
-
-class ClipReward(Reward):
-    """Scores by the cosine of image and prompt in a CLIP, whose options are those of `Clip`."""
-
-    is_scaled: ClassVar[bool] = False  # by the factor of the model
-
-    def __init__(self, *, path: str, **options: Any) -> None:
-        self._clip = build(Clip, {"path": path, **options}, "Clip")
-
-    def check(self) -> None:
-        """Raises ValueError if the model can be had neither here nor from the Hub."""
-        self._clip.check()
-
-    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        cosines = self._clip.cosines(samples, [prompt.text for prompt in prompts])
-        if self.is_scaled:
-            cosines = cosines * self._clip.logit_scale()
-        return Scores(values=cosines.tolist())
