@@ -136,13 +136,11 @@ class PromptSampler:
     """The order in which training walks through the prompts.
 
     Each epoch is a permutation that is drawn from (seed, epoch) alone. No prompt repeats inside an
-    epoch, and an epoch may end inside a step. Without `shuffle`, every epoch has the order of the
-    files. ValueError if there are fewer prompts than one step takes.
+    epoch, and an epoch may end inside a step. ValueError if there are fewer prompts than one step
+    takes.
     """
 
-    def __init__(
-        self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int, shuffle: bool = True
-    ) -> None:
+    def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:
         if not 1 <= prompts_per_step <= len(prompts):
             raise ValueError(
                 f"data.train_batch_size={prompts_per_step} must be between 1 and the number of "
@@ -151,7 +149,6 @@ class PromptSampler:
         self.prompts = prompts
         self.prompts_per_step = prompts_per_step
         self.seed = seed
-        self.shuffle = shuffle
         # A step may touch two epochs, so the last two permutations are kept.
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
@@ -163,10 +160,8 @@ class PromptSampler:
         return [self.prompts[self._order(epoch)[i]] for epoch, i in epochs]
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        count = len(self.prompts)
-        if not self.shuffle:
-            return list(range(count))
-        return torch.randperm(count, generator=generator(self.seed, epoch, "prompts")).tolist()
+        own = generator(self.seed, epoch, "prompts")
+        return torch.randperm(len(self.prompts), generator=own).tolist()
 
 
 def shard(

@@ -404,7 +404,7 @@ def test_a_step_can_be_asked_in_any_order():
         assert walked.step(step) == forward[step]
 
 
-def test_seed_and_epoch_change_the_order_and_shuffle_false_keeps_it():
+def test_seed_and_epoch_change_the_order():
     prompts = some_prompts(50)
     orders = {
         tuple(p.index for p in PromptSampler(prompts, 50, seed=seed).step(step))
@@ -412,7 +412,6 @@ def test_seed_and_epoch_change_the_order_and_shuffle_false_keeps_it():
         for step in (0, 1)
     }
     assert len(orders) == 4
-    assert PromptSampler(prompts, 20, seed=0, shuffle=False).step(2) == prompts[40:] + prompts[:10]
 
 
 @pytest.mark.parametrize("per_step", [0, 4])
