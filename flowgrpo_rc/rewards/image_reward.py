@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,15 +33,6 @@ MEAN = 0.16717362830052426
 STD = 1.0333394966054072
 MAX_TOKENS = 35
 FILES = ("config.json", "model.safetensors", "tokenizer_config.json")
-_BACKBONES = ("vision_model.", "text_encoder.")
-
-
-class _LoadedImageReward(NamedTuple):
-    vision: Any
-    text: Any
-    head: nn.Sequential
-    images: Any
-    tokenizer: Any
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,53 +63,46 @@ class ImageReward(Reward):
 
     @torch.inference_mode()
     def _score(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
-        loaded = self._loaded
-        pixels = loaded.images(
+        vision, text, head, processor, tokenizer = self._loaded
+        pixels = processor(
             list(images), return_tensors="pt", input_data_format="channels_last"
         ).pixel_values
-        seen = loaded.vision(pixels.to(loaded.vision.device, loaded.vision.dtype)).last_hidden_state
-        tokens = loaded.tokenizer(
+        seen = vision(pixels.to(vision.device, vision.dtype)).last_hidden_state
+        tokens = tokenizer(
             list(texts),
             padding="max_length",
             truncation=True,
             max_length=MAX_TOKENS,
             return_tensors="pt",
         ).to(seen.device)
-        read = loaded.text(
+        read = text(
             input_ids=tokens.input_ids,
             attention_mask=tokens.attention_mask,
             encoder_hidden_states=seen,
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
         ).last_hidden_state[:, 0]
-        return (loaded.head(read.float().cpu()).squeeze(1) - MEAN) / STD
+        return (head(read.float().cpu()).squeeze(1) - MEAN) / STD
 
     @cached_property
-    def _loaded(self) -> _LoadedImageReward:
+    def _loaded(self) -> tuple[Any, Any, nn.Sequential, Any, Any]:
+        """Loads both models, the head, the image processor and the tokenizer."""
         from transformers import BlipConfig, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
 
         config = BlipConfig.from_pretrained(self._folder)
-        with blaming(f"path={self.path!r}: model.safetensors"):
-            tensors = load_file(self._folder / "model.safetensors")
         vision = BlipVisionModel(config.vision_config)
         text = BlipTextModel(config.text_config, add_pooling_layer=False)
+        backbones = {"vision_model.": vision, "text_encoder.": text}
+        with blaming(f"path={self.path!r}: model.safetensors"):
+            tensors = load_file(self._folder / "model.safetensors")
+            for prefix, module in backbones.items():
+                own = [name for name in tensors if name.startswith(prefix)]
+                stored = {name.removeprefix(prefix): tensors.pop(name) for name in own}
+                check_state(module, stored)
+                module.load_state_dict(stored)
+            head = linear_head(tensors)
+        for module in backbones.values():
+            module.to(resolve_device(self.device), DTYPES[self.dtype]).requires_grad_(False).eval()
         side = config.vision_config.image_size
         size = {"shortest_edge": side}
-        return _LoadedImageReward(
-            self._filled(vision, tensors, _BACKBONES[0]),
-            self._filled(text, tensors, _BACKBONES[1]),
-            linear_head(
-                {name: one for name, one in tensors.items() if not name.startswith(_BACKBONES)}
-            ),
-            CLIPImageProcessorPil(size=size, crop_size={"height": side, "width": side}),
-            load_tokenizer(self._folder),
-        )
-
-    def _filled(self, module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> nn.Module:
-        own = {name: value for name, value in tensors.items() if name.startswith(prefix)}
-        stored = {name.removeprefix(prefix): value for name, value in own.items()}
-        with blaming(f"path={self.path!r}: model.safetensors"):
-            check_state(module, stored)
-        module.load_state_dict(stored)
-        return (
-            module.to(resolve_device(self.device), DTYPES[self.dtype]).requires_grad_(False).eval()
-        )
+        processor = CLIPImageProcessorPil(size=size, crop_size={"height": side, "width": side})
+        return vision, text, head, processor, load_tokenizer(self._folder)
