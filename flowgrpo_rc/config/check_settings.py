@@ -18,7 +18,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
-from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
+from flowgrpo_rc.rewards.manager import check_kind
 
 # What a reward may score, by the kind of the model.
 SCORED = {"diffusion": ("image", "video", "latent"), "causal_lm": ("text",)}
@@ -52,7 +52,6 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     config.actor.validate()
     config.algorithm.validate()
     config.trainer.validate()
-    validate_rewards(config.reward)
     check_kind(config.reward, *SCORED[config.model.kind])
     if config.model.kind == "diffusion":
         _check_trained_on(config)

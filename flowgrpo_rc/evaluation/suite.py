@@ -23,10 +23,10 @@ from flowgrpo_rc.plugins import check_options, did_you_mean, in_seconds
 from flowgrpo_rc.rewards.base import prompt_name
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
+    build_terms,
     check_kind,
     check_needs,
     check_prompts,
-    groupwise_terms,
     requires_target,
 )
 
@@ -174,8 +174,11 @@ def _reward(given: Any) -> RewardConfig:
             )
     check_options(RewardConfig, given, "reward")
     reward = RewardConfig(**in_seconds("reward", given))
-    for name in groupwise_terms(reward):
-        raise ValueError(f"reward.terms.{name} compares a group, and a suite scores samples alone")
+    for name, term in build_terms(reward).items():
+        if term.reward.groupwise:
+            raise ValueError(
+                f"reward.terms.{name} compares a group, and a suite scores samples alone"
+            )
     return reward
 
 

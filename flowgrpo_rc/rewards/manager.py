@@ -73,7 +73,7 @@ class RewardHandle:
     num_samples: int
 
 
-class _Term(NamedTuple):
+class Term(NamedTuple):
     """A reward, its weight in the sum, and the keys of its columns: `name` and each `name/part`."""
 
     reward: Reward
@@ -88,14 +88,9 @@ class _Outcome(NamedTuple):
     error: BaseException | None = None
 
 
-def validate_rewards(config: RewardConfig) -> None:
-    """Raises ValueError, naming the key, if RewardManager would refuse `config`. Loads no model."""
-    _build_terms(config)
-
-
 def check_needs(config: RewardConfig) -> None:
     """Raises ValueError, naming the term, if a reward lacks what it needs. Loads no model."""
-    for name, term in _build_terms(config).items():
+    for name, term in build_terms(config).items():
         try:
             term.reward.check()
         except ValueError as error:
@@ -110,7 +105,7 @@ def check_prompts(
 
     `places` says where each prompt stands. No model that samples is loaded.
     """
-    for name, term in _build_terms(config).items():
+    for name, term in build_terms(config).items():
         faults = {}
         for prompt in prompts:
             try:
@@ -131,7 +126,7 @@ def check_prompts(
 
 def codes(config: RewardConfig) -> dict[str, object]:
     """Returns the code of each term that is the user's: a function, or a class."""
-    rewards = {name: term.reward for name, term in _build_terms(config).items()}
+    rewards = {name: term.reward for name, term in build_terms(config).items()}
     return {
         name: reward.score if isinstance(reward, Function) else type(reward)
         for name, reward in rewards.items()
@@ -139,14 +134,9 @@ def codes(config: RewardConfig) -> dict[str, object]:
     }
 
 
-def groupwise_terms(config: RewardConfig) -> list[str]:
-    """Returns the terms whose rewards compare the samples of a group."""
-    return [name for name, term in _build_terms(config).items() if term.reward.groupwise]
-
-
 def requires_target(config: RewardConfig) -> str:
     """Returns the rewards that need a target text in every prompt, for messages; "" for none."""
-    terms = _build_terms(config).items()
+    terms = build_terms(config).items()
     return " and ".join(
         f"reward.terms.{name}" for name, term in terms if term.reward.requires_target
     )
@@ -154,12 +144,12 @@ def requires_target(config: RewardConfig) -> str:
 
 def needs_samples(config: RewardConfig) -> bool:
     """Returns False if all rewards score latents; then nothing has to be decoded."""
-    return any(term.reward.kind != "latent" for term in _build_terms(config).values())
+    return any(term.reward.kind != "latent" for term in build_terms(config).values())
 
 
 def check_images(config: RewardConfig, condition_images: int) -> None:
     """Raises ValueError, naming the term, for a reward whose prompts have no images."""
-    for name, term in _build_terms(config).items():
+    for name, term in build_terms(config).items():
         if term.reward.requires_images and condition_images == 0:
             raise ValueError(
                 f"reward.terms.{name} looks at the images of the prompts, which have none by "
@@ -169,7 +159,7 @@ def check_images(config: RewardConfig, condition_images: int) -> None:
 
 def check_kind(config: RewardConfig, *kinds: str) -> None:
     """Raises ValueError, naming the term, for a reward that scores none of the model's kinds."""
-    for name, term in _build_terms(config).items():
+    for name, term in build_terms(config).items():
         if term.reward.kind not in (*kinds, "any"):
             raise ValueError(
                 f"reward.terms.{name} scores {term.reward.kind}s, and the model makes "
@@ -187,14 +177,12 @@ class RewardManager:
     call that took too long has not returned.
 
     Attributes:
-      names: the terms, in the order of the configuration.
       weights: name -> weight of the terms that are optimized.
-      failures: term -> number of samples without a value since the start.
       last_error: term -> text of its latest failure.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        self._terms = _build_terms(config)
+        self._terms = build_terms(config)
         self._max_failed_fraction = config.max_failed_fraction
         self._callers = {
             name: Caller(term.reward, config.timeout_s, name=f"reward {name}")
@@ -202,10 +190,8 @@ class RewardManager:
         }
         self._executor = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
         self._logged: set[tuple[str, type[BaseException]]] = set()
-        self.names = tuple(self._terms)
         self.weights = {name: term.weight for name, term in self._terms.items() if term.weight != 0}
         self.needs_samples = any(term.reward.kind != "latent" for term in self._terms.values())
-        self.failures = dict.fromkeys(self._terms, 0)
         self.last_error: dict[str, str] = {}
         self._causes: dict[str, BaseException | None] = {}  # last errors of the user's code
 
@@ -287,7 +273,7 @@ class RewardManager:
     def count_failed(self, rewards: Rewards) -> dict[str, int]:
         """Returns, by term, how many of these samples it could not score."""
         parts = rewards.parts
-        return {name: int(parts[name].isnan().sum()) for name in self.names if name in parts}
+        return {name: int(parts[name].isnan().sum()) for name in self._terms if name in parts}
 
     def check_failed_fraction(self, num_failed: Mapping[str, int], num_total: int) -> None:
         """Raises RewardError if a term failed for more than `max_failed_fraction` of the samples.
@@ -329,7 +315,6 @@ class RewardManager:
             return
         values = outcome.columns[name]
         count = int(values.isnan().sum())
-        self.failures[name] += count
         is_foreign = not isinstance(outcome.error, _NotFinite)
         prefix = f"{type(outcome.error).__name__}: " if is_foreign else ""
         self.last_error[name] = f"{prefix}{outcome.error}"
@@ -373,7 +358,7 @@ class _NotFinite(ValueError):
     """The reward of single samples is not finite; the other samples are fine."""
 
 
-def _checked(scores: object, term: _Term, prompts: Sequence[Prompt]) -> _Outcome:
+def _checked(scores: object, term: Term, prompts: Sequence[Prompt]) -> _Outcome:
     part_names = term.reward.part_names
     if not isinstance(scores, Scores):
         raise TypeError(f"it returned {type(scores).__name__} instead of Scores")
@@ -393,7 +378,8 @@ def _checked(scores: object, term: _Term, prompts: Sequence[Prompt]) -> _Outcome
     return _Outcome(columns, _NotFinite(f"{why}, for {prompt_name(prompts[bad[0]])}"))
 
 
-def _build_terms(config: RewardConfig) -> dict[str, _Term]:
+def build_terms(config: RewardConfig) -> dict[str, Term]:
+    """Builds the rewards, or raises ValueError that names the key. Loads no model."""
     given = {str(name): term for name, term in config.terms.items() if term is not None}
     terms = {name: _build_term(name, term) for name, term in given.items()}
     if not terms:
@@ -418,7 +404,7 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
     return terms
 
 
-def _build_term(name: str, term: object) -> _Term:
+def _build_term(name: str, term: object) -> Term:
     where = f"reward.terms.{name}"
     if not isinstance(term, Mapping):
         raise ValueError(f"{where}={term!r} must be a mapping such as {{weight: 1.0}}, or null")
@@ -438,4 +424,4 @@ def _build_term(name: str, term: object) -> _Term:
             f"{where}: {type(reward).__name__}.kind={reward.kind!r}: allowed are {', '.join(KINDS)}"
         )
     keys = [name, *(f"{name}/{part}" for part in reward.part_names)]
-    return _Term(reward=reward, weight=float(weight), keys=keys)
+    return Term(reward=reward, weight=float(weight), keys=keys)

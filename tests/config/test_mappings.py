@@ -12,7 +12,7 @@ from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.from_python import override_lines
 from flowgrpo_rc.config.tree import stored_config
-from flowgrpo_rc.rewards.manager import validate_rewards
+from flowgrpo_rc.rewards.manager import build_terms
 
 ALONE = {"jpeg": {"weight": 1}}
 
@@ -70,7 +70,7 @@ def test_it_replaces_the_rewards_of_a_run_that_is_evaluated(tmp_path: Path) -> N
     stored.write_text(OmegaConf.to_yaml(compose_config([])))
     assert stored_config(stored, ["reward.terms={jpeg: {weight: 1}}"]).reward.terms == ALONE
     with pytest.raises(ValueError, match="is empty"):
-        validate_rewards(stored_config(stored, ["reward.terms={}"]).reward)
+        build_terms(stored_config(stored, ["reward.terms={}"]).reward)
 
 
 def test_who_needs_a_target_is_named(tmp_path: Path) -> None:

@@ -43,6 +43,6 @@ def test_importing_rewards_loads_nothing_heavy():
         "flowgrpo_rc.rewards.ocr, flowgrpo_rc.rewards.jpeg, flowgrpo_rc.rewards.manager, "
         "flowgrpo_rc.data.prompts"
     )
-    use = "flowgrpo_rc.rewards.manager.validate_rewards(flowgrpo_rc.rewards.manager.RewardConfig())"
+    use = "flowgrpo_rc.rewards.manager.build_terms(flowgrpo_rc.rewards.manager.RewardConfig())"
     code = f"import sys, {modules}; {use}; print(sorted({heavy} & set(sys.modules)))"
     assert printed(code) == ["[]"]

@@ -19,9 +19,9 @@ from flowgrpo_rc.rewards.groups import Groups
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     RewardManager,
+    build_terms,
     check_kind,
     needs_samples,
-    validate_rewards,
 )
 
 HERE = __name__
@@ -65,7 +65,7 @@ def test_paths_that_lead_to_no_function(
     (tmp_path / "no_python.py").write_text("def score(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=rf"reward\.terms\.function: .*{message}"):
-        validate_rewards(RewardConfig(terms={"function": options}))
+        build_terms(RewardConfig(terms={"function": options}))
 
 
 def test_the_manager_scores_texts():

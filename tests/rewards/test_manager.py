@@ -19,8 +19,8 @@ from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     RewardError,
     RewardManager,
+    build_terms,
     requires_target,
-    validate_rewards,
 )
 
 HERE = __name__
@@ -129,7 +129,7 @@ def test_weighted_sum_in_sample_order():
     assert torch.equal(rewards.total, 2 * index - 5 * index)
     assert rewards.total.dtype == torch.float64
     assert rewards.valid.all()
-    assert manager.failures == {"a": 0, "b": 0}
+    assert manager.count_failed(rewards) == {"a": 0, "b": 0}
 
 
 def test_submit_returns_at_once_and_close_drops_what_waits():
@@ -165,7 +165,7 @@ def test_failures_stay_where_they_are(what, caplog):
     index = torch.arange(5, dtype=torch.float64)
     assert torch.equal(rewards.total[~lost], 2 * index[~lost])
     assert rewards.parts["good"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert manager.failures == manager.count_failed(rewards) == {"bad": len(failed), "good": 0}
+    assert manager.count_failed(rewards) == {"bad": len(failed), "good": 0}
     assert set(manager.last_error) == {"bad"}
     assert SAID.get(what, "") in manager.last_error["bad"]
     assert len(caplog.records) == 1
@@ -174,8 +174,8 @@ def test_failures_stay_where_they_are(what, caplog):
 
 def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
     terms = {"x": {"_target_": "function", "path": f"{HERE}:fails"}}
-    manager, _ = run(RewardConfig(terms=terms), chunks=(2, 3, 4))
-    assert manager.failures == {"x": 9}
+    manager, rewards = run(RewardConfig(terms=terms), chunks=(2, 3, 4))
+    assert manager.count_failed(rewards) == {"x": 9}
     (record,) = caplog.records
     trace = traceback.extract_tb(record.exc_info[2])
     assert [frame.name for frame in trace] == ["fails"]
@@ -224,7 +224,7 @@ def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one(caplog):
     assert time.monotonic() - start < 10
     assert rewards.total.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert rewards.parts["late"].isnan().all()
-    assert manager.failures == {"late": 4, "a": 0}
+    assert manager.count_failed(rewards) == {"late": 4, "a": 0}
     assert "an earlier call, which was given up after" in manager.last_error["late"]
     assert "took longer than reward.timeout_s=1" in caplog.text
     Hangs.goes_on.set()
@@ -257,7 +257,7 @@ def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one(caplog):
 )
 def test_bad_configurations(config, message):
     with pytest.raises(ValueError, match=rf"reward\.{message}"):
-        validate_rewards(RewardConfig(**config))
+        build_terms(RewardConfig(**config))
 
 
 def test_which_rewards_need_a_target():

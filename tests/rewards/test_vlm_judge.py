@@ -18,8 +18,8 @@ from flowgrpo_rc.rewards.http.wire import encode_png
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     RewardManager,
+    build_terms,
     check_images,
-    validate_rewards,
 )
 from flowgrpo_rc.rewards.vlm_judge import VlmJudge
 
@@ -120,7 +120,7 @@ def test_a_bad_judge_fails_its_samples_and_gives_no_number(name, monkeypatch, ca
 )
 def test_wrong_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=rf"reward\.terms\.vlm_judge.*{message}"):
-        validate_rewards(RewardConfig(terms={"vlm_judge": options}))
+        build_terms(RewardConfig(terms={"vlm_judge": options}))
 
 
 def test_a_folder_of_another_model(tmp_path: Path) -> None:

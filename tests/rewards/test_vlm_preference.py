@@ -11,7 +11,7 @@ import pytest
 from support.reward_servers import Received, answering, chat, scripted, shown
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.manager import RewardConfig, validate_rewards
+from flowgrpo_rc.rewards.manager import RewardConfig, build_terms
 from flowgrpo_rc.rewards.vlm_preference import VlmPreference, pairs_of
 
 LEVELS = [30, 10, 50, 50, 20]
@@ -103,4 +103,4 @@ def test_several_prompts_cannot_be_compared() -> None:
 )
 def test_wrong_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=rf"reward\.terms\.vlm_preference.*{message}"):
-        validate_rewards(RewardConfig(terms={"vlm_preference": options}))
+        build_terms(RewardConfig(terms={"vlm_preference": options}))

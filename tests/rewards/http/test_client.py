@@ -19,7 +19,7 @@ from support.reward_servers import Received, Scripted, answering, chat, http, sc
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
 from flowgrpo_rc.rewards.jpeg import Jpeg
-from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, validate_rewards
+from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, build_terms
 from flowgrpo_rc.rewards.remote import Remote
 from flowgrpo_rc.rewards.vlm_ocr import VlmOCR
 
@@ -155,7 +155,7 @@ def test_bad_options(options, message, monkeypatch):
     monkeypatch.setenv("QUOTED", 'one"two')
     term = {"url": "http://localhost:8000", **options}
     with pytest.raises(ValueError, match=message) as caught:
-        validate_rewards(RewardConfig(terms={"remote": term}))
+        build_terms(RewardConfig(terms={"remote": term}))
     assert "secret" not in str(caught.value)
 
 
