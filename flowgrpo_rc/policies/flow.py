@@ -321,7 +321,7 @@ def sample_trajectory(
       spec: how to sample; number of steps, kind and noise level are used.
       window: step indices that are stochastic and recorded, int64, [B, T], consecutive in each
         row. T = 0 gives ODE samples.
-      noise: returns standard normal noise, [B, ...], for a step index.
+      noise: returns standard normal noise, [B, ...] on any device, for a step index.
       keep_means: record the means of the window's steps too.
 
     Returns:
@@ -355,7 +355,8 @@ def sample_trajectory(
             level = spec.noise_level
             step = step_transition(x, v, sigmas, steps, sde_type=kind, noise_level=level)
             inside_B = record.inside(index)
-            x_next = torch.where(_like(inside_B, x), sample(step, noise(index)), x_next)
+            drawn = sample(step, noise(index).to(x.device))
+            x_next = torch.where(_like(inside_B, x), drawn, x_next)
             log_prob_B = log_prob(step, x_next, convention=spec.log_prob_convention)
             record.add(index, inside_B, x, x_next, log_prob_B, step.mean)
         x, v_before = x_next, v

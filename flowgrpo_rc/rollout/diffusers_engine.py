@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -49,9 +50,36 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         """Yields chunks of `chunk_size` samples, decoded unless the request says otherwise."""
+        model, spec = self._model, request.spec
+        shape = model.latent_shape(spec)
         conditioning, negative = self._encode(request)
         for rows in request.chunks(self._chunk_size):
-            yield self._chunk(request, conditioning, negative, rows)
+            seeds = request.seeds[rows.start : rows.stop]
+            latent_seeds = request.latent_seeds[rows.start : rows.stop]
+            prompt_index = torch.tensor(
+                [row // request.samples_per_prompt for row in rows], device=model.device
+            )
+            trajectory = self._policy.rollout(
+                normal(shape, latent_seeds, "latents").to(model.device),
+                conditioning[prompt_index],
+                None if negative is None else negative[prompt_index],
+                spec,
+                request.window[rows.start : rows.stop].to(model.device),
+                # It follows from seed and step alone, so that chunks and workers do not matter.
+                partial(normal, shape, seeds, "step"),
+                group=prompt_index,
+                keep_means=request.keep_means,
+            )
+            yield image_chunk(
+                model,
+                request,
+                rows,
+                trajectory,
+                conditioning,
+                negative,
+                spec=self._replica.spec(spec),
+                version=self._replica.version,
+            )
 
     def _encode(self, request: ImageRequest) -> tuple[Conditioning, Conditioning | None]:
         """Encodes the prompts once for all requests of a step, which may be one for each chunk."""
@@ -60,39 +88,3 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
             self._encoded = encode_prompts(self._model, request.prompts.prompts, request.spec)
             self._asked = asked
         return self._encoded
-
-    def _chunk(
-        self,
-        request: ImageRequest,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-        rows: range,
-    ) -> RolloutChunk:
-        spec = request.spec
-        device = self._model.device
-        seeds = request.seeds[rows.start : rows.stop]
-        prompt_index = torch.tensor(
-            [row // request.samples_per_prompt for row in rows], device=device
-        )
-        shape = self._model.latent_shape(spec)
-        trajectory = self._policy.rollout(
-            normal(shape, request.latent_seeds[rows.start : rows.stop], "latents").to(device),
-            conditioning[prompt_index],
-            None if negative is None else negative[prompt_index],
-            spec,
-            request.window[rows.start : rows.stop].to(device),
-            # It follows from seed and step alone, so that chunks and workers do not matter.
-            lambda step: normal(shape, seeds, "step", step).to(device),
-            group=prompt_index,
-            keep_means=request.keep_means,
-        )
-        return image_chunk(
-            self._model,
-            request,
-            rows,
-            trajectory,
-            conditioning,
-            negative,
-            spec=self._replica.spec(spec),
-            version=self._replica.version,
-        )

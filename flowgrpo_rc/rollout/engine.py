@@ -82,7 +82,6 @@ class RolloutChunk:
     # request says not to decode.
     samples: Samples | None
     prompts: Sequence[Prompt]  # of each sample
-    policy_version: int  # of the last `sync_weights` before they were sampled
     latents: Tensor | None = None  # the final latents, [b, ...]; None for text
 
 

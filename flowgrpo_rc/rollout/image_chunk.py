@@ -44,6 +44,5 @@ def image_chunk(
         batch=batch,
         samples=model.decode(trajectory.final, spec) if request.decode else None,
         prompts=[request.prompt_of(row) for row in rows],
-        policy_version=version,
         latents=trajectory.final,
     )

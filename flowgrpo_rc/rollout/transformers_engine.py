@@ -36,32 +36,27 @@ class TransformersEngine(ReplicaEngine[TextRequest]):
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
         """Yields chunks of `chunk_size` responses."""
+        model, spec = self._model, request.spec
         for rows in request.chunks(self._chunk_size):
-            yield self._chunk(request, rows)
-
-    def _chunk(self, request: TextRequest, rows: range) -> RolloutChunk:
-        spec = request.spec
-        device = self._model.device
-        version = self._replica.version
-        prompts = [request.prompt_of(row) for row in rows]
-        seeds = [request.seeds[row] for row in rows]
-        slots = [request.prompts.slots[row // request.samples_per_prompt] for row in rows]
-        prompt_ids, prompt_mask = self._model.encode(
-            [p.said for p in prompts], max_length=spec.prompt_length
-        )
-        uniforms = uniform((spec.response_length,), seeds, "tokens")
-        responses = self._policy.rollout(prompt_ids, prompt_mask, spec, uniforms)
-        group = torch.tensor(slots, device=device)
-        batch = TokenBatch(
-            spec=self._replica.spec(spec),
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            response_ids=responses.ids,
-            response_mask=responses.mask,
-            rollout_log_probs=responses.log_probs,
-            group=group,
-            seed=torch.tensor(seeds, device=device),
-            policy_version=torch.full_like(group, version),
-        )
-        texts = self._model.decode(responses.ids, responses.mask)
-        return RolloutChunk(batch=batch, samples=texts, prompts=prompts, policy_version=version)
+            prompts = [request.prompt_of(row) for row in rows]
+            seeds = [request.seeds[row] for row in rows]
+            slots = [request.prompts.slots[row // request.samples_per_prompt] for row in rows]
+            prompt_ids, prompt_mask = model.encode(
+                [prompt.said for prompt in prompts], max_length=spec.prompt_length
+            )
+            uniforms = uniform((spec.response_length,), seeds, "tokens")
+            responses = self._policy.rollout(prompt_ids, prompt_mask, spec, uniforms)
+            group = torch.tensor(slots, device=model.device)
+            batch = TokenBatch(
+                spec=self._replica.spec(spec),
+                prompt_ids=prompt_ids,
+                prompt_mask=prompt_mask,
+                response_ids=responses.ids,
+                response_mask=responses.mask,
+                rollout_log_probs=responses.log_probs,
+                group=group,
+                seed=torch.tensor(seeds, device=model.device),
+                policy_version=torch.full_like(group, self._replica.version),
+            )
+            texts = model.decode(responses.ids, responses.mask)
+            yield RolloutChunk(batch=batch, samples=texts, prompts=prompts)

@@ -137,9 +137,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
             chunk = batch.rows(start, start + self._chunk_size)
             prompts = [request.prompt_of(chosen[start + row]) for row in range(len(chunk))]
             texts = self._model.decode(chunk.response_ids, chunk.response_mask)
-            yield RolloutChunk(
-                batch=chunk, samples=texts, prompts=prompts, policy_version=self._version
-            )
+            yield RolloutChunk(batch=chunk, samples=texts, prompts=prompts)
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Replaces the adapter. ValueError if names or shapes differ."""

@@ -125,7 +125,6 @@ class WorkersEngine(RolloutEngine[Any]):
                 # Ray's shared memory is read-only; rewards are foreign code.
                 samples=samples.copy() if isinstance(samples, np.ndarray) else samples,
                 prompts=[request.prompt_of(row) for row in rows],
-                policy_version=version,
                 latents=latents,
             )
 

@@ -291,7 +291,6 @@ def test_batch(vllm: FakeVllm, model: CausalLM) -> None:
     assert [text for chunk in chunks for text in chunk.samples] == ["12", "", "3456", ""]
     texts = [prompt.text for chunk in chunks for prompt in chunk.prompts]
     assert texts == ["1+1="] * 2 + ["37+58="] * 2
-    assert {chunk.policy_version for chunk in chunks} == {6}
     batch = concat([chunk.batch for chunk in chunks])
     assert batch.spec == SPEC
     assert batch.prompt_ids.tolist() == [[0, 0, 4, 13, 4, 14]] * 2 + [[6, 10, 13, 8, 11, 14]] * 2
