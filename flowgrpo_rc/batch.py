@@ -321,26 +321,13 @@ class DiffusionBatch(Batch):
 
     def steps(self, start: int, stop: int) -> DiffusionBatch:
         """Returns a range of the SDE steps of each sample, as views; `stop` may exceed T."""
-        columns = self.per_sample()
+        whole = ("group", "seed", "policy_version", "prompt_index", "all_latents")
         per_step: dict[str, Any] = {
-            name: columns[name][:, start:stop] for name in _STEP_COLUMNS if name in columns
+            name: value[:, start:stop]
+            for name, value in self.per_sample().items()
+            if name not in whole
         }
         return replace(self, all_latents=self.all_latents[:, start : stop + 1], **per_step)
-
-
-_STEP_COLUMNS = (
-    "all_timesteps",
-    "step_indices",
-    "prev_sample_mean",
-    "old_means",
-    "old_centered",
-    "loss_bound",
-    "rollout_log_probs",
-    "old_log_probs",
-    "rollout_is_weights",
-    "rejection_mask",
-    "advantages",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo_rc.batch import Batch, Conditioning, DiffusionBatch
 
@@ -60,11 +61,7 @@ def _stack(name: str, parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts of one field, padded in the second dimension to the longest."""
     if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
         return torch.cat(list(parts))
-    length = max(part.shape[1] for part in parts)
-    on_the_left = name.startswith("prompt_")  # a response has to follow its prompt at once
-    padded = []
-    for part in parts:
-        missing = length - part.shape[1]
-        sides = (missing, 0) if on_the_left else (0, missing)
-        padded.append(torch.nn.functional.pad(part, sides))
-    return torch.cat(padded)
+    rows = [row for part in parts for row in part]
+    # A response has to follow its prompt at once.
+    side = "left" if name.startswith("prompt_") else "right"
+    return pad_sequence(rows, batch_first=True, padding_side=side)
