@@ -247,12 +247,13 @@ def make_task(config: Config, processes: Processes) -> Task:
     """Loads the model, puts its LoRA on, and wraps both in what the trainer asks for."""
     checkpointing, seed = config.model.gradient_checkpointing, config.trainer.seed
     rollout, tf32 = config.rollout, config.trainer.tf32
+    autocast = processes.accelerator.autocast
     if config.model.kind == "causal_lm":
         with processes.in_turn():
             language = load_causal_lm(config.model, processes.device)
         network = add_lora(language, config.model, seed)
         tokens = TokenPolicy(
-            language, network, autocast=processes.autocast, checkpoint_gradients=checkpointing
+            language, network, autocast=autocast, checkpoint_gradients=checkpointing
         )
         return TextTask(language, tokens, rollout, tf32=tf32)
     with processes.in_turn():
@@ -266,7 +267,7 @@ def make_task(config: Config, processes: Processes) -> Task:
     policy = FlowPolicy(
         model,
         network,
-        autocast=processes.autocast,
+        autocast=autocast,
         steps_per_forward=config.actor.steps_per_forward,
     )
     return ImageTask(
@@ -370,7 +371,7 @@ def make_source(
         # Each engine with a pipeline of its own loads it whole on the host.
         alone = nullcontext() if engine_of(config).copies_network else processes.in_turn()
         with alone:
-            engine = make_engine(config, task)
+            engine = make_engine(config, task.model)
     source = EngineSource(
         engine,
         task,
@@ -393,13 +394,9 @@ def make_source(
     return AheadSource(source, rollout.staleness, steps=steps)
 
 
-def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
-    """Makes the engine that `rollout.name` names, with the task's weights."""
-    return _engine_on(config, task.model, task.model.network)
-
-
-def _engine_on(config: Config, model: Any, network: Any) -> RolloutEngine[Any]:
-    options = engine_options(config) | {"model": model, "network": network}
+def make_engine(config: Config, model: Any) -> RolloutEngine[Any]:
+    """Makes the engine that `rollout.name` names, for a model whose network has its LoRA."""
+    options = engine_options(config) | {"model": model, "network": model.network}
     engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
     return engine
 
@@ -437,4 +434,5 @@ def engine_alone(config: Config, folder: Path) -> RolloutEngine[Any]:
     set_numerics(deterministic=config.trainer.deterministic, tf32=config.trainer.tf32)
     load: Any = load_causal_lm if config.model.kind == "causal_lm" else load_model
     model = load(config.model, device_of(config))
-    return _engine_on(config, model, add_lora(model, config.model, config.trainer.seed))
+    add_lora(model, config.model, config.trainer.seed)
+    return make_engine(config, model)

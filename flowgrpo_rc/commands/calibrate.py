@@ -73,7 +73,7 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool)
         )
     task = make_task(config, processes)
     assert isinstance(task, ImageTask)
-    engine = make_engine(config, task)
+    engine = make_engine(config, task.model)
     tails: list[TailTrial] = []
     try:
         if tail:

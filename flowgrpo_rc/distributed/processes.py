@@ -8,9 +8,9 @@ import re
 import resource
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -38,15 +38,13 @@ class Processes:
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
         self.is_main: bool = accelerator.is_main_process
-        # A run of one process gets "cuda", which torch.cuda.set_device does not take.
-        self.device: torch.device = _numbered(accelerator.device)
+        self.device: torch.device = accelerator.device
+        if self.device == torch.device("cuda"):
+            # A run of one process gets it; torch.cuda.set_device takes no device without a number.
+            self.device = torch.device("cuda", torch.cuda.current_device())
         # NCCL ends a process that waits for too long before Python can say who is missing.
         needs_gloo = self.count > 1 and distributed.get_backend() != "gloo"
         self._gloo = distributed.new_group(backend="gloo") if needs_gloo else None
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Returns the context in which networks run: mixed precision if the run has one."""
-        return self.accelerator.autocast()
 
     def sum(self, value: Tensor) -> Tensor:
         """Adds a tensor over the processes, element by element."""
@@ -161,13 +159,6 @@ class Processes:
         summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
         # One call for all tensors: hundreds of small copies would each start a kernel.
         torch._foreach_copy_(gradients, summed)
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """Returns the device with its number; the current one where it has none."""
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _first_reason(error: RuntimeError) -> str:

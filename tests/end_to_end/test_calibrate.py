@@ -97,7 +97,7 @@ class Bench:
         rollout = self.config.rollout
         rollout.name = name if name == "diffusers" or "." in name else f"{ENGINES}.{name}"
         rollout.dtype, rollout.quantization = dtype, quantization
-        return make_engine(self.config, self.task)
+        return make_engine(self.config, self.task.model)
 
     def sampled(self, *asked: str | None) -> Rollouts:
         engine = self.engine(*asked)

@@ -146,7 +146,7 @@ class Bench:
     ) -> Iterator[tuple[ImageTask, MismatchMonitor, RolloutSource]]:
         """Makes the task, the mismatch monitor and the source of a run."""
         processes = Processes(Accelerator(cpu=True))
-        policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
+        policy = FlowPolicy(self.model, self.model.network, autocast=processes.accelerator.autocast)
         task = ImageTask(
             self.model,
             policy,
