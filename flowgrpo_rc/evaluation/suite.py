@@ -88,23 +88,12 @@ def read_suite(given: str, *, chats: bool = False) -> Suite:
     name, _, prompts = given.partition(":")
     path = _path(given, name)
     with _blaming(given):
-        content = _content(path)
+        content = {"name": path.stem, "seeds": 2, "n": None, "by": None} | _content(path)
         if prompts:
             content["prompts"] = [Path(prompts)]
-        check_options(_Content, content, "key", others=("base",))
-        return _suite(_Content(**content), path.stem, chats)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Content:
-    """Holds what a suite's file says, after its base; `prompts` are paths."""
-
-    prompts: Sequence[Path]
-    reward: Any
-    name: Any = None
-    seeds: Any = 2
-    n: Any = None
-    by: Any = None
+        n = content.pop("n")
+        check_options(Suite, content, "key", others=("base", "n"))
+        return _suite(content, n, chats)
 
 
 def _path(given: str, name: str) -> Path:
@@ -136,28 +125,29 @@ def _content(path: Path) -> dict[str, Any]:
     return _content(assets.SUITES / f"{base}.yaml") | content
 
 
-def _suite(content: _Content, stem: str, chats: bool) -> Suite:
-    name = stem if content.name is None else content.name
+def _suite(content: dict[str, Any], n: Any, chats: bool) -> Suite:
+    """Makes a suite of the keys of its file; `n` says how many of its prompts are asked."""
+    name, files, by = content["name"], content["prompts"], content["by"]
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"name: {name!r} must be letters, digits, - and _ alone")
-    for key, value in (("seeds", content.seeds), ("n", content.n)):
+    for key, value in (("seeds", content["seeds"]), ("n", n)):
         if not (value is None and key == "n") and (type(value) is not int or value < 1):
             raise ValueError(f"{key}: {value!r} must be a whole number of at least 1")
-    reward = _reward(content.reward)
+    reward = _reward(content["reward"])
     needs_target = requires_target(reward)
-    prompts = read_prompts(content.prompts, require_target=needs_target, key="prompts", chats=chats)
-    check_prompts(reward, prompts, partial(places_of, content.prompts, "prompts"))
-    if content.n is not None and content.n < len(prompts):
+    prompts = read_prompts(files, require_target=needs_target, key="prompts", chats=chats)
+    check_prompts(reward, prompts, partial(places_of, files, "prompts"))
+    if n is not None and n < len(prompts):
         # From all over the file, since one category may follow another.
-        prompts = [prompts[i * len(prompts) // content.n] for i in range(content.n)]
+        prompts = [prompts[i * len(prompts) // n] for i in range(n)]
     if len(prompts) < _LEAST_PROMPTS:
         raise ValueError(f"{len(prompts)} prompt: an interval needs at least {_LEAST_PROMPTS}")
     for prompt in prompts:
-        if content.by is not None and content.by not in prompt.metadata:
+        if by is not None and by not in prompt.metadata:
             fields = ", ".join(prompt.metadata) or "none"
-            name = prompt_name(prompt)
-            raise ValueError(f"by: {content.by!r} is no field of {name}, which has {fields}")
-    return Suite(name=name, prompts=prompts, reward=reward, seeds=content.seeds, by=content.by)
+            named = prompt_name(prompt)
+            raise ValueError(f"by: {by!r} is no field of {named}, which has {fields}")
+    return Suite(**content | {"prompts": prompts, "reward": reward})
 
 
 def _reward(given: Any) -> RewardConfig:
