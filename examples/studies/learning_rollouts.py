@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.rollout.quantization import linear_layers, repeated_blocks
+from flowgrpo_rc.rollout.quantization import quantized_layers, repeated_blocks
 
 GROUP = 32  # weights of a row that share a scale, as in rollout.quantization=int4
 
@@ -31,9 +31,8 @@ class FewBits(DiffusersEngine):
 
     def __init__(self, model: Any, network: nn.Module, *, bits: int, **options: Any) -> None:
         super().__init__(model, network, **options)
-        for block in repeated_blocks(self.transformer):
-            for layer in linear_layers(block):
-                layer.weight.copy_(rounded(layer.weight, bits))
+        for layer in quantized_layers(self.transformer):
+            layer.weight.copy_(rounded(layer.weight, bits))
 
 
 class SkippedBlock(DiffusersEngine):

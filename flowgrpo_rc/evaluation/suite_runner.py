@@ -39,11 +39,6 @@ class SuiteResult(NamedTuple):
     comparisons: Mapping[str, PolicyComparison]  # by column of the scores
     groups: Mapping[str, PolicyComparison]  # of the weighted sum, by value of the suite's `by`
 
-    @property
-    def failed_fraction(self) -> float:
-        """Returns the share of the tuned model's samples that some reward could not score."""
-        return float(np.isnan(self.tuned.columns[TOTAL]).mean())
-
     def metrics(self) -> MetricBag:
         """Returns the metrics of a step, the same on all processes."""
         change = self.comparisons[TOTAL].change
@@ -51,7 +46,7 @@ class SuiteResult(NamedTuple):
             "change": change.mean,
             "change_low": change.low,
             "change_high": change.high,
-            "failed_fraction": self.failed_fraction,
+            "failed_fraction": float(np.isnan(self.tuned.columns[TOTAL]).mean()),
         }
         metrics = MetricBag()
         for name, value in values.items():

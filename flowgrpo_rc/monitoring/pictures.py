@@ -159,7 +159,10 @@ def _statistics(images: np.ndarray) -> Tensor:
     Saturation is that of HSV. Edges are the mean difference of neighbours, fine detail is the root
     mean square of what one pixel differs from the mean of its four neighbours.
     """
-    red, green, blue = np.moveaxis(_middle(images), -1, 0).astype(np.float32, order="C") / 255
+    height, width = images.shape[1:3]
+    top, left = max(0, height - SIDE) // 2, max(0, width - SIDE) // 2
+    middle = images[:, top : top + SIDE, left : left + SIDE]
+    red, green, blue = np.moveaxis(middle, -1, 0).astype(np.float32, order="C") / 255
     high = np.maximum(np.maximum(red, green), blue)
     low = np.minimum(np.minimum(red, green), blue)
     luma = sum(share * channel for share, channel in zip(_LUMA, (red, green, blue), strict=True))
@@ -175,12 +178,6 @@ def _statistics(images: np.ndarray) -> Tensor:
         np.sqrt(((inner - around) ** 2).mean((1, 2))),
     )
     return torch.from_numpy(np.stack(columns, axis=1)).double()
-
-
-def _middle(images: np.ndarray) -> np.ndarray:
-    height, width = images.shape[1:3]
-    top, left = max(0, height - SIDE) // 2, max(0, width - SIDE) // 2
-    return images[:, top : top + SIDE, left : left + SIDE]
 
 
 def _colours(images: np.ndarray) -> Tensor:

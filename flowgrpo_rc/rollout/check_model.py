@@ -10,12 +10,7 @@ def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
     """Raises ValueError if a setting has no effect on the model, or one that it needs is null."""
     _check_guidance(model, rollout.pipeline, "rollout.pipeline")
     _check_guidance(model, rollout.val_kwargs, "rollout.val_kwargs")
-    _check_pipeline(model, rollout.pipeline)
-
-
-def _check_pipeline(model: type[FlowModel], pipeline: PipelineConfig) -> None:
-    """Checks what a pipeline is asked to make, its guidance aside."""
-    name = model.pipeline_class
+    name, pipeline = model.pipeline_class, rollout.pipeline
     only_true_cfg = model.cfg_key == "true_cfg_scale" and not model.embeds_guidance
     if only_true_cfg and pipeline.true_cfg_scale is None:
         raise ValueError(

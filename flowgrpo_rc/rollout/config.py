@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,6 @@ from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.rollout.quantization import PACKAGES, precision
 
 PACKAGE = "flowgrpo_rc.rollout"
-ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 # The least value of settings that are numbers, by their keys in `rollout`. Each may also be null if
 # that is its default.
@@ -45,7 +44,7 @@ LEAST = {
 }
 # The values of settings that are words.
 ALLOWED = {
-    "dtype": (*ROLLOUT_DTYPES, AUTO),
+    "dtype": ("fp32", "bf16", "fp16", "fp64", AUTO),
     "algo.sde_type": KINDS,
     "algo.log_prob_convention": CONVENTIONS,
     "algo.window_sharing": SHARING,
@@ -218,17 +217,13 @@ class RolloutConfig:
         """Returns the sampler of evaluation: the ODE, in the trainer's own precision."""
         names = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "guidance_scale_2")
         own = {name: getattr(self.val_kwargs, name) for name in names}
-        return replace(
-            self.spec(),
-            **{name: value for name, value in own.items() if value is not None},
+        given = {name: value for name, value in own.items() if value is not None}
+        return SamplerSpec(
+            **vars(self.pipeline) | given,
             noise_level=0.0,
             sde_type="sde",
             log_prob_convention="gaussian",
             dtype="",
-            tail="euler",
-            tail_start=None,
-            tail_steps=None,
-            shared_prefix=False,
         )
 
     def token_spec(self, *, tf32: bool = False) -> TokenSpec:
@@ -312,10 +307,9 @@ class RolloutConfig:
 
     def _check_ode(self) -> None:
         """Refuses settings of stochastic steps, of which there are none."""
-        ode = ("sde_window_size", "tail")
         for name, default in vars(AlgoConfig()).items():
             value = getattr(self.algo, name)
-            if name not in ode and value != default:
+            if name not in ("sde_window_size", "tail") and value != default:
                 raise ValueError(
                     f"rollout.algo.{name}={value} has no effect with rollout.algo.sde_window_size="
                     "0, where no step is stochastic: drop it, or give its default where a file "

@@ -115,21 +115,19 @@ def check_layers(network: nn.Module, name: str) -> None:
 
 
 def quantized_layers(network: nn.Module) -> list[nn.Linear]:
-    """Returns the layers that are quantized: the linear ones of the blocks."""
-    return [module for block in repeated_blocks(network) for module in linear_layers(block)]
+    """Returns the linear layers of the blocks, also those that a LoRA wraps, but not the LoRA's."""
+    return [
+        module
+        for block in repeated_blocks(network)
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and "lora_" not in name
+    ]
 
 
 def repeated_blocks(network: nn.Module) -> Iterator[nn.Module]:
     """Yields the members of the outermost module lists: a transformer's blocks, in order."""
     for child in network.children():
         yield from child if isinstance(child, nn.ModuleList) else repeated_blocks(child)
-
-
-def linear_layers(block: nn.Module) -> Iterator[nn.Linear]:
-    """Yields a block's linear layers, including those that a LoRA wraps, but not the LoRA's."""
-    for name, module in block.named_modules():
-        if isinstance(module, nn.Linear) and "lora_" not in name:
-            yield module
 
 
 def _torchao_config(name: str, device: torch.device) -> Any:
