@@ -49,6 +49,7 @@ from flowgrpo_rc.monitoring.expected_mismatch import (
     unquantized_share,
 )
 from flowgrpo_rc.monitoring.health import HealthMonitor
+from flowgrpo_rc.monitoring.health_rules import Setup
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.plugins import build
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -341,12 +342,13 @@ def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMo
 def make_health(config: Config) -> HealthMonitor:
     """Makes what watches the metrics and warns."""
     precisions = (config.rollout.spec().dtype, config.model.dtype, config.trainer.mixed_precision)
-    return HealthMonitor(
+    setup = Setup.of(
         config.effective_correction(),
         text=config.model.kind == "causal_lm",
         fresh=config.fresh(),
         unquantized=unquantized_share(*precisions),
     )
+    return HealthMonitor(setup)
 
 
 def make_source(

@@ -206,19 +206,10 @@ class HealthMonitor:
     A rule has to hold in a majority of the last five steps that report its metric; a value that is
     not finite is reported at once. The state goes into the checkpoint, so a resumed run warns like
     an uninterrupted one.
-
-    Its options are those of `Setup`.
     """
 
-    def __init__(
-        self,
-        config: RolloutCorrectionConfig,
-        *,
-        text: bool = False,
-        fresh: bool = True,
-        unquantized: float | None = None,
-    ) -> None:
-        self._setup = Setup.of(config, text=text, fresh=fresh, unquantized=unquantized)
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
         self._history: dict[str, deque[bool]] = {}
         self._active: set[str] = set()
         self._pictures = PictureWatch()

@@ -9,7 +9,9 @@ import pytest
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.monitoring.health import HealthMonitor
+from flowgrpo_rc.monitoring.health_rules import Setup
 
+SETUP = Setup.of(RolloutCorrectionConfig(), text=False, fresh=True, unquantized=None)
 FALLEN = {"suite/ocr/change": -0.3, "suite/ocr/change_low": -0.4, "suite/ocr/change_high": -0.2}
 NOISY = FALLEN | {"suite/ocr/change_high": 0.01}
 RISING = [0.10, 0.13, 0.11, 0.14, 0.12, 0.21, 0.24, 0.22, 0.25, 0.23]
@@ -17,7 +19,7 @@ RISING = [0.10, 0.13, 0.11, 0.14, 0.12, 0.21, 0.24, 0.22, 0.25, 0.23]
 
 def warnings(rewards: Sequence[float | None], last: dict[str, float | None]) -> list[str]:
     """Returns what is said when the metrics `last` come with the last reward."""
-    monitor = HealthMonitor(RolloutCorrectionConfig())
+    monitor = HealthMonitor(SETUP)
     said = []
     for step, reward in enumerate(rewards, start=1):
         row = {"reward/mean": reward}
@@ -56,11 +58,11 @@ def test_what_is_no_sign_of_gaming(
 
 def test_it_is_said_once_for_each_guard_also_by_a_run_that_goes_on() -> None:
     other = {name.replace("ocr", "looks"): value for name, value in FALLEN.items()}
-    monitor = HealthMonitor(RolloutCorrectionConfig())
+    monitor = HealthMonitor(SETUP)
     for step, reward in enumerate(RISING, start=1):
         monitor.update(step, {"reward/mean": reward})
     assert len(monitor.update(11, {"reward/mean": 0.24} | FALLEN)) == 1
-    resumed = HealthMonitor(RolloutCorrectionConfig())
+    resumed = HealthMonitor(SETUP)
     state = json.loads(json.dumps(monitor.state_dict()))
     resumed.load_state_dict({k: state[k] for k in state if k != "guards"})  # of an older version
     resumed.load_state_dict(state)

@@ -14,6 +14,7 @@ from flowgrpo_rc.config.tree import Config, DataConfig
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.monitoring.health import HealthMonitor, check_rollout_correction_health
+from flowgrpo_rc.monitoring.health_rules import Setup
 from flowgrpo_rc.rollout.config import RolloutConfig
 
 PREFIXES = ("rollout_corr/", "actor/rollout_corr/")
@@ -27,6 +28,10 @@ def settings_of(**changes: Any) -> RolloutCorrectionConfig:
 
 def warned(metrics: Mapping[str, float | None], **changes: Any) -> tuple[str, ...]:
     return check_rollout_correction_health(metrics, settings_of(**changes)).warnings
+
+
+def monitor_of(*, text: bool = False, unquantized: float | None = None) -> HealthMonitor:
+    return HealthMonitor(Setup.of(settings_of(), text=text, fresh=True, unquantized=unquantized))
 
 
 HEALTHY = {
@@ -176,7 +181,7 @@ def test_a_run_knows_what_it_trains_on(changed: Config, words: str, absent: str)
 
 
 def test_a_fault_is_not_answered_with_a_wider_band() -> None:
-    monitor = HealthMonitor(settings_of())
+    monitor = monitor_of()
     fault = {"mismatch_over_expected": 3.0}
     row = named(PREFIXES[1], FLOOR | fault) | {"actor/clip_fraction": 0.62}
     warned = [monitor.update(step, row) for step in range(1, 6)]
@@ -201,7 +206,7 @@ def test_what_a_rollout_must_be_is_reported_at_once(
     metric: str, healthy: float, ill: float, words: str
 ) -> None:
     name = f"rollout/{metric}"
-    monitor = HealthMonitor(settings_of())
+    monitor = monitor_of()
     assert monitor.update(1, {name: healthy}) == []
     (warning,) = monitor.update(2, {name: ill})
     assert warning.startswith(f"{name} is {ill:.4g}, ")
@@ -222,7 +227,7 @@ def test_a_mismatch_without_the_quantization_is_reported_at_once(
     share: float | None, healthy: float, ill: float | None
 ) -> None:
     name = "actor/rollout_corr/mismatch_over_expected"
-    monitor = HealthMonitor(settings_of(), unquantized=share)
+    monitor = monitor_of(unquantized=share)
     assert monitor.update(1, {name: healthy}) == []
     if ill is not None:
         (warning,) = monitor.update(2, {name: ill})
@@ -255,7 +260,7 @@ EQUAL |= {"advantages/single_ratio": 0.0, "advantages/identical_ratio": 0.0}
 def test_groups_without_advantages_are_reported_with_the_reason(
     changes: dict[str, float], words: str
 ) -> None:
-    monitor = HealthMonitor(settings_of())
+    monitor = monitor_of()
     healthy = {"zero_std_ratio": 0.9}
     said = [monitor.update(step, EQUAL | changes | healthy) for step in (1, 2, 3)]
     said += [monitor.update(step, EQUAL | changes) for step in (4, 5, 6, 7)]
@@ -283,11 +288,11 @@ def run(monitor: HealthMonitor, values: str, first: int = 1) -> list[int]:
     ],
 )
 def test_majority_of_the_window_warns_once_per_onset(values: str, told: list[int]) -> None:
-    assert run(HealthMonitor(settings_of()), values) == told
+    assert run(monitor_of(), values) == told
 
 
 def test_steps_without_the_metric_do_not_count_and_the_onset_says_how_often() -> None:
-    monitor = HealthMonitor(settings_of())
+    monitor = monitor_of()
     rows = [{"rollout_corr/kl": 0.5} if step % 2 else {} for step in range(1, 8)]
     found = [monitor.update(step, row) for step, row in enumerate(rows, start=1)]
     assert [step for step, warnings in enumerate(found, start=1) if warnings] == [5]
@@ -295,7 +300,7 @@ def test_steps_without_the_metric_do_not_count_and_the_onset_says_how_often() ->
 
 
 def test_non_finite_is_reported_at_once_and_once() -> None:
-    monitor = HealthMonitor(settings_of())
+    monitor = monitor_of()
     values = [1.0, math.nan, math.nan, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan]
     found = [monitor.update(step, {"actor/pg_loss": loss}) for step, loss in enumerate(values)]
     assert [step for step, warnings in enumerate(found) if warnings] == [1, 8]
@@ -304,10 +309,10 @@ def test_non_finite_is_reported_at_once_and_once() -> None:
 @pytest.mark.parametrize("cut", [1, 4, 12])
 def test_resumed_monitor_warns_like_an_uninterrupted_one(cut: int) -> None:
     values = "ihiihhhhhiiiii"
-    whole = HealthMonitor(settings_of())
+    whole = monitor_of()
     expected = run(whole, values)
-    first = HealthMonitor(settings_of())
-    second = HealthMonitor(settings_of())
+    first = monitor_of()
+    second = monitor_of()
     warned = run(first, values[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert warned + run(second, values[cut:], first=cut + 1) == expected == [4, 12]
@@ -320,7 +325,7 @@ def test_resumed_monitor_warns_like_an_uninterrupted_one(cut: int) -> None:
 )
 def test_single_steps_of_text_are_no_fault_of_the_engine(text: bool, told: list[bool]) -> None:
     """A few unlikely tokens can double the mean of a step; images have no such tokens."""
-    monitor = HealthMonitor(RolloutCorrectionConfig(), text=text)
+    monitor = monitor_of(text=text)
     name = "rollout_corr/mismatch_over_expected"
     over = [3.0, 1.0, 1.0, 3.0, 3.0]
     warned = [monitor.update(step, {name: value}) for step, value in enumerate(over, start=1)]

@@ -15,6 +15,7 @@ from bundled_models.glyphs import random_word, render
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.monitoring.health import DRIFT, HealthMonitor
+from flowgrpo_rc.monitoring.health_rules import Setup
 from flowgrpo_rc.monitoring.pictures import (
     SIDE,
     STATISTICS,
@@ -24,6 +25,7 @@ from flowgrpo_rc.monitoring.pictures import (
 )
 
 # Of 57 steps of the bundled job with its own settings (`flowgrpo-rc train`).
+SETUP = Setup.of(RolloutCorrectionConfig(), text=False, fresh=True, unquantized=None)
 CLEAN = Path(__file__).parents[1] / "support" / "clean_pictures.jsonl"
 GROUPS, SIZE = 8, 3
 
@@ -156,7 +158,7 @@ def warned_at(
     cut: int = 0,
 ) -> list[int]:
     """Returns the steps with a warning, if pictures turn into spoiled ones from step 6 to 25."""
-    monitor = HealthMonitor(RolloutCorrectionConfig())
+    monitor = HealthMonitor(SETUP)
     steps = []
     for step in range(1, 31):
         images = words(step)
@@ -171,7 +173,7 @@ def warned_at(
             steps.append(step)
         if step == cut:
             state = json.loads(json.dumps(monitor.state_dict()))
-            monitor = HealthMonitor(RolloutCorrectionConfig())
+            monitor = HealthMonitor(SETUP)
             monitor.load_state_dict(state)
     return steps
 
@@ -192,7 +194,7 @@ def test_drift_without_a_better_reward_is_no_gaming() -> None:
 
 
 def test_a_clean_run_is_not_warned() -> None:
-    monitor = HealthMonitor(RolloutCorrectionConfig())
+    monitor = HealthMonitor(SETUP)
     drifts = []
     for step, line in enumerate(CLEAN.read_text().splitlines(), start=1):
         metrics = json.loads(line)
@@ -204,7 +206,7 @@ def test_a_clean_run_is_not_warned() -> None:
 
 
 def test_the_message_says_what_has_moved() -> None:
-    monitor = HealthMonitor(RolloutCorrectionConfig())
+    monitor = HealthMonitor(SETUP)
     first = json.loads(CLEAN.read_text().splitlines()[0])
     monitor.update(1, first | monitor.compare(first))
     later = first | {"pictures/saturation": 0.9, "reward/mean": first["reward/mean"] + 0.3}
