@@ -23,6 +23,7 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw
 from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.monitoring.noise import seed_noise
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 from flowgrpo_rc.rollout.concat import concat
 
@@ -218,7 +219,7 @@ class Replay:
                 None if rows.negative is None else rows.negative[rows.prompt_index],
                 rows.spec,
                 rows.step_indices,
-                partial(noise, rows),
+                partial(normal, rows.all_latents.shape[2:], rows.seed.tolist(), "step"),
             )
             states, log_probs = trajectory.window_latents, trajectory.log_probs
             batches.append(rows.replace(all_latents=states, rollout_log_probs=log_probs))
@@ -231,9 +232,10 @@ class Replay:
         batches = []
         for _, rows in self._chunks():
             states, log_probs = [rows.all_latents[:, 0]], []
+            noise = seed_noise(rows).to(rows.all_latents.device)
             for t in range(rows.num_steps):
                 step = self._copy.policy.transition(rows.step(t))
-                states.append(draw(step, noise(rows, int(rows.step_indices[0, t]))))
+                states.append(draw(step, noise[:, t]))
                 log_probs.append(log_prob(step, states[-1], convention=convention))
             log_probs_BT = torch.stack(log_probs, 1)
             again = rows.replace(all_latents=torch.stack(states, 1), rollout_log_probs=log_probs_BT)
@@ -252,12 +254,6 @@ def other_prompts(prompts: Sequence[Prompt]) -> Iterator[tuple[str, list[Prompt]
         others = [replace(prompt, text=change(prompt.text)) for prompt in prompts]
         if others != list(prompts):
             yield name, others
-
-
-def noise(batch: DiffusionBatch, step: int) -> Tensor:
-    """Returns the noise [B, ...] that the samples drew at a step of the schedule."""
-    drawn = normal(batch.all_latents.shape[2:], batch.seed.tolist(), "step", step)
-    return drawn.to(batch.all_latents.device)
 
 
 def dropped(key: str, none: float, asked: float) -> str:
