@@ -21,6 +21,7 @@ from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, steps_of
+from flowgrpo_rc.monitoring.mismatch import round_up
 from flowgrpo_rc.policies.base import Evaluation
 
 MODES = ("auto", "bypass", "decoupled")
@@ -165,7 +166,7 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
     if bound is None:
         return _without_bound(config, mode, doubt)
     tolerant = tolerates_mismatch(config)
-    needed = up(MARGIN * bound.within)
+    needed = round_up(MARGIN * bound.within, 2)
     fits = needed <= max(bound.reference, bound.widest)
     possible = needed < 1
     bypass = possible and (
@@ -263,10 +264,3 @@ def _settings(
 def _scalar(value: object) -> str:
     """A value as YAML writes it."""
     return json.dumps(value).strip('"')
-
-
-def up(value: float) -> float:
-    """Rounds up to two significant digits."""
-    nearest = float(f"{value:.1e}")
-    digit = 10.0 ** (int(f"{value:e}".split("e")[1]) - 1)
-    return nearest if nearest >= value else float(f"{nearest + digit:.1e}")

@@ -17,7 +17,7 @@ from flowgrpo_rc.correction.metric_names import other_names
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.monitoring.guards import Guards
 from flowgrpo_rc.monitoring.health_rules import FAULT, MOST_EQUAL, RULES, Setup
-from flowgrpo_rc.monitoring.mismatch import advised_clip_ratio
+from flowgrpo_rc.monitoring.mismatch import round_up
 from flowgrpo_rc.monitoring.pictures import PictureWatch
 
 DECOUPLED_PREFIX = "rollout_corr/"
@@ -121,7 +121,7 @@ def _measured(metrics: Metrics, setup: Setup) -> dict[str, str]:
     if over and p99 and p99[1] > 0:
         text_keys = f"{TOKEN_KEY}.clip_ratio_low and clip_ratio_high"
         keys = text_keys if setup.text else f"{DIFFUSION_KEY}.clip_ratio"
-        advised = advised_clip_ratio(p99[1])
+        advised = round_up(p99[1], 1)
         widen = f"{keys} >= {advised:g} (99% differ by less than {p99[1]:.2g})"
     ways = [f"set {setup.recompute}"] if setup.recompute else []
     ways.append(f"or take {widen}")

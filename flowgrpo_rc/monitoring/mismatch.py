@@ -203,12 +203,13 @@ def over(sums: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     return select(sums[0] / expected, known).sum(), select(sums[1], known).sum()
 
 
-def advised_clip_ratio(p99: float) -> float:
-    """Returns the least band of one significant digit that holds 99% of the differences."""
-    power = 10.0 ** math.floor(math.log10(p99))
+def round_up(value: float, digits: int) -> float:
+    """Rounds a number up to so many significant digits; 0 stays."""
+    if value == 0:
+        return value
+    places = digits - 1 - math.floor(math.log10(value))
     # A rounding error above a digit is not the next one.
-    digit = math.ceil(p99 / power * (1 - 1e-9))
-    return float(f"{digit * power:.0e}")
+    return math.ceil(value * 10.0**places * (1 - 1e-9)) / 10.0**places
 
 
 def _ratio(metrics: MetricBag, name: str, total: Tensor, count: Tensor) -> None:
