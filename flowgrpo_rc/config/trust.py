@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
-from flowgrpo_rc.evaluation.suite import is_bundled
+from flowgrpo_rc.evaluation.suite import bundled_suites
 from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.records.run_folder import flat_settings
@@ -55,7 +55,8 @@ def check_trusted(path: Path, config: Config, how: str) -> None:
     asked = [*_code(config), *_reward_options(config, "token_env")]
     asked += _reward_options(config, "url")
     # A suite's file may name code and servers, too.
-    asked += [("trainer.suites", suite) for suite in config.trainer.suites if not is_bundled(suite)]
+    own = [suite for suite in config.trainer.suites if suite not in bundled_suites()]
+    asked += [("trainer.suites", suite) for suite in own]
     if asked:
         listed = ", ".join(f"{key}={value}" for key, value in asked)
         raise ValueError(

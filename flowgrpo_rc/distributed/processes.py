@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor, distributed, nn
 from torch.distributed import DistError
 
@@ -112,11 +112,6 @@ class Processes:
             else:
                 reason = f"process 0 has not come to {where}, or misses another one"
             raise self._lost(reason) from error
-
-    def from_main(self, value: T) -> T:
-        """Returns what the main process gives, which pickle can hold, on all of them."""
-        (found,) = broadcast_object_list([value])
-        return cast(T, found)
 
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:

@@ -50,17 +50,13 @@ def shard_frozen_weights(networks: Iterable[Any], device: torch.device, timeout:
     Each transformer block is gathered for its own forward and backward only. From then on every
     process has to run the same forwards. Copies of a network have to be made before.
     """
-    mesh = _mesh(device, timeout)
+    # Those of one node have fast links.
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = per_node if per_node > 1 else dist.get_world_size()
+    group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
+    mesh = DeviceMesh.from_group(group, device.type)
     for network in networks:
         blocks = set(network._no_split_modules)
         trained = {parameter for parameter in network.parameters() if parameter.requires_grad}
         for module in [m for m in network.modules() if type(m).__name__ in blocks] + [network]:
             fully_shard(module, mesh=mesh, ignored_params=trained)
-
-
-def _mesh(device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """Returns the processes that share the weights: those of one node, which has fast links."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    size = per_node if per_node > 1 else dist.get_world_size()
-    group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
-    return DeviceMesh.from_group(group, device.type)

@@ -56,11 +56,6 @@ def bundled_suites() -> list[str]:
     return sorted(path.stem for path in assets.SUITES.glob("*.yaml"))
 
 
-def is_bundled(given: str) -> bool:
-    """Returns whether a suite is read from the package alone, and not from a file of the user."""
-    return given in bundled_suites()
-
-
 def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
     """Reads suites for a model that makes `kinds`; refuses what can be known without loading it.
 
@@ -120,7 +115,7 @@ def _content(path: Path) -> dict[str, Any]:
         content["prompts"] = [path.parent / Path(str(file)).expanduser() for file in files]
     if base is None:
         return content
-    if not is_bundled(str(base)):
+    if str(base) not in bundled_suites():
         raise ValueError(f"base: {base!r} is none of {', '.join(bundled_suites())}")
     return _content(assets.SUITES / f"{base}.yaml") | content
 

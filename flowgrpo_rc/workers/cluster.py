@@ -92,7 +92,7 @@ def start_workers(
         if address is None:
             gpus = spare_gpus(processes.device, here, workers, settings.num_gpus)
         cluster = start_or_join(address, workers * settings.num_cpus, gpus)
-    cluster = processes.from_main(cluster)
+    cluster, *_ = processes.gather_objects([cluster])
     if not processes.is_main:
         assert cluster is not None
         join(cluster)
@@ -132,7 +132,7 @@ def spare_gpus(
     return ",".join(spare)
 
 
-def start_or_join(address: str | None, num_cpus: int, gpus: str | None = None) -> Cluster:
+def start_or_join(address: str | None, num_cpus: int, gpus: str | None) -> Cluster:
     """Starts a cluster on this machine, or joins the one at `address`, with a namespace of its own.
 
     A cluster that is started listens on 127.0.0.1 alone, asks for a token, and ends with this
@@ -147,10 +147,6 @@ def start_or_join(address: str | None, num_cpus: int, gpus: str | None = None) -
             "rollout.workers: Ray was imported before the run, and would listen on every network. "
             f"Set {' and '.join(f'{name}={value}' for name, value in _LOCAL.items())} before"
         )
-    return _started(namespace, num_cpus, gpus)
-
-
-def _started(namespace: str, num_cpus: int, gpus: str | None) -> Cluster:
     # Ray reads it once in a process, also for a second run.
     token = os.environ.get(_TOKEN) or secrets.token_hex(32)
     os.environ.update(_SETTINGS | _LOCAL | {_TOKEN: token})
