@@ -51,12 +51,6 @@ class PromptBatch:
     # draws do not depend on how many processes share the batch.
     slots: Sequence[int]
 
-    def __post_init__(self) -> None:
-        if len(self.prompts) != len(self.slots):
-            raise ValueError(
-                f"PromptBatch: {len(self.prompts)} prompts but {len(self.slots)} slots"
-            )
-
 
 ImageSizes = tuple[tuple[int, int], ...]  # rows and columns of tokens of a prompt's images
 

@@ -43,7 +43,7 @@ class Trajectory(NamedTuple):
     window_latents: Tensor  # states before and after each step, [B, T+1, ...]; the final without T
     log_probs: Tensor  # of each step of the window, [B, T], in nats per element
     schedule: Schedule  # that was walked
-    means: Tensor | None  # of each step of the window, [B, T, ...]; None unless asked for
+    means: Tensor | None = None  # of each step of the window, [B, T, ...]; None unless asked for
 
 
 class FlowPolicy(Policy[DiffusionBatch]):

@@ -284,13 +284,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 def _trajectory(tensors: Mapping[str, Tensor], device: torch.device) -> Trajectory:
     """Returns what a chunk's reply holds."""
     own = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return Trajectory(
-        final=own["final"],
-        window_latents=own["window_latents"],
-        log_probs=own["log_probs"],
-        schedule=Schedule(own["sigmas"], own["timesteps"]),
-        means=own.get("means"),
-    )
+    schedule = Schedule(own.pop("sigmas"), own.pop("timesteps"))
+    return Trajectory(schedule=schedule, **own)
 
 
 def _conditioning(
