@@ -259,8 +259,6 @@ def make_task(config: Config, processes: Processes) -> Task:
         return TextTask(language, tokens, rollout, tf32=tf32)
     with processes.in_turn():
         model = load_model(config.model, processes.device)
-    model.check(rollout.spec(), "rollout.pipeline")
-    model.check(rollout.held_out_spec(), "rollout.val_kwargs")
     network = add_lora(model, config.model, seed)
     if checkpointing:
         for part in transformers(network).values():

@@ -172,7 +172,7 @@ class RolloutEngine(ABC, Generic[R]):
         """Raises EngineError if the engine holds another LoRA than the one pushed last."""
         held = self.held_weights()
         number = 0 if held is None else other_tensors(held, pushed)
-        if held is not None and number:
+        if number:
             raise EngineError(
                 f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} "
                 f"of {len(pushed)} tensors are missing or others"
