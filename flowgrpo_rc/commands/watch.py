@@ -21,6 +21,7 @@ from flowgrpo_rc.report.run import report_page
 # What the page shows; the time of a folder is that of its newest entry.
 _SHOWN = "config.yaml environment.json metrics.jsonl health.jsonl rejected.jsonl rejected samples"
 _SHOWN += " suites checkpoints lora"
+_FIRST = {"prompts", ".lock"}  # what a run writes before that
 _INLINE = re.compile(r'src="data:image/png;base64,([^"]*)"')
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -33,15 +34,17 @@ _HEADERS = {
 def main(arguments: argparse.Namespace) -> int:
     """Serves the report of a run until it is interrupted."""
     run_dir = Path(arguments.run_dir)
-    if not any((run_dir / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
-        raise ValueError(f"{run_dir} is not the folder of a run, or the run has not begun")
+    begun = any((run_dir / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+    if not begun and run_dir.exists() and {file.name for file in run_dir.iterdir()} - _FIRST:
+        raise ValueError(f"{run_dir} is not the folder of a run")
     try:
         server = ReportServer(run_dir, arguments.port)
     except (OSError, OverflowError) as error:
         raise ValueError(f"--port {arguments.port}: {error}; 0 takes a free one") from error
     with server:
         address = f"http://127.0.0.1:{server.server_port}"
-        print(f"{run_dir}: {address} shows its report, on this machine; Ctrl-C ends", flush=True)
+        waits = "" if begun else "; no run is there yet, so it waits for one"
+        print(f"{run_dir}: {address} shows its report here; Ctrl-C ends{waits}", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

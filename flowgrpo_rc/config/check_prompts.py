@@ -27,7 +27,7 @@ from flowgrpo_rc.rewards.manager import requires_target
 logger = logging.getLogger(__name__)
 
 
-_UNKNOWN = "have letters that {} does not know, so it reads all of them alike"
+_UNKNOWN = "prompts have letters unknown to {}, which are all read alike"
 # Prompts that are asked together, whether a reward needs their targets, and how one is named.
 _Asked = tuple[Sequence[Prompt], bool, Callable[[Prompt], str]]
 
@@ -100,7 +100,7 @@ def check_texts(
                 unknown.append(prompt)
             elif texts.setdefault(tuple(ids), prompt).said != prompt.said:
                 alike.append(prompt)
-        _warn(alike, read, "become the same tokens as another prompt", where)
+        _warn(alike, read, "prompts become the same tokens as another prompt", where)
         _warn(unknown, read, _UNKNOWN.format("the tokenizer"), where)
     return first
 
@@ -124,29 +124,25 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
     }
     for read, needs_target, where in asked:
         cut_by_all = set(range(len(read)) if limits else ())
+        told: dict[tuple[str, tuple[int, ...]], list[str]] = {}  # what, of which rows: by whom
         negatives = [prompt.negative_text for prompt in read]
-        own = [row for row, text in enumerate(negatives) if text.strip()]
-        if own and not guided:
-            logger.warning(
-                "%d of %d prompts bring a negative prompt, which has no effect without guidance: "
-                "set rollout.pipeline.%s above %g to use it; the first is %s",
-                *(len(own), len(read), model.cfg_key, model.unguided_scale, where(read[own[0]])),
-            )
+        if not guided:
+            words = "prompts bring a negative prompt, which has no effect without guidance: set "
+            words += f"rollout.pipeline.{model.cfg_key} above {model.unguided_scale:g} to use it"
+            _warn([each for each in read if each.negative_text.strip()], read, words, where)
         for name, (tokenizer, most) in limits.items():
             texts = [prompt.text for prompt in read]
-            rows_of_ids = zip(read, tokenizer(texts).input_ids, strict=True)
-            unknown = [prompt for prompt, ids in rows_of_ids if _has_unknown(tokenizer, ids)]
-            _warn(unknown, read, _UNKNOWN.format(name), where)
+            ids_of_rows = enumerate(tokenizer(texts).input_ids)
+            unknown = [row for row, ids in ids_of_rows if _has_unknown(tokenizer, ids)]
             cut = _cut(model, tokenizer, most, texts)
             cut_by_all &= set(cut)
             without = _cut(model, tokenizer, most, negatives) if guided else []
-            for what, rows in (("prompts", cut), ("negative prompts", without)):
-                if rows:
-                    logger.warning(
-                        "%d of %d %s are cut: they have more than the %d tokens that %s keeps "
-                        "(%s); the first is %s",
-                        *(len(rows), len(read), what, most, name, key, where(read[rows[0]])),
-                    )
+            long = f"prompts are cut: they have more than the {most} tokens kept by {{}} ({key})"
+            finds = {_UNKNOWN: unknown, long: cut, f"negative {long}": without}
+            for words, rows in finds.items():
+                told.setdefault((words, tuple(rows)), []).append(name)
+        for (words, found), names in told.items():
+            _warn([read[row] for row in found], read, words.format(", ".join(names)), where)
         for row in sorted(cut_by_all) if needs_target else ():
             reads = (_reads_target(model, read[row], *limit) for limit in limits.values())
             if not any(reads):
@@ -169,7 +165,7 @@ def _warn(
 ) -> None:
     if found:
         counts = (len(found), len(read))
-        logger.warning("%d of %d prompts %s; the first is %s", *counts, words, where(found[0]))
+        logger.warning("%d of %d %s; the first is %s", *counts, words, where(found[0]))
 
 
 def _cut(model: FlowModel, tokenizer: Any, most: int, texts: Sequence[str]) -> list[int]:

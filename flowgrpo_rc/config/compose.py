@@ -5,6 +5,7 @@ The only file that imports hydra.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -289,9 +290,11 @@ def _parse(overrides: Sequence[str]) -> list[Setting]:
             override = parser.parse_override(given)
         except HydraException as error:
             key = given.partition("=")[0]
+            quote = re.search("[\u2018-\u201f]", given)
             raise ValueError(
-                f"{given!r} is no setting: write key=value, close each bracket and quote, and put "
-                f"a text with signs into quotes of its own, '{key}=\"a text\"'"
+                f"{given!r} is no setting: {f'{quote[0]} is no quote here; ' if quote else ''}"
+                "write key=value, close each bracket and quote, and put a text with signs into "
+                f"quotes of its own, '{key}=\"a text\"'"
             ) from error
         line, key = str(override.input_line), override.key_or_group
         if override.is_sweep_override():

@@ -80,7 +80,8 @@ def code_input(key: str, code: object) -> dict[str, Input]:
         source = inspect.getsource(code)  # type: ignore[arg-type]
     except (OSError, TypeError):
         return {}
-    return {key: Input(place, hashlib.sha256(source.encode()).hexdigest())}
+    name = f"{code.__module__}.{code.__qualname__}"  # type: ignore[attr-defined]
+    return {key: Input(name, hashlib.sha256(source.encode()).hexdigest())}
 
 
 def write_inputs(path: Path, inputs: Mapping[str, Input], *, keep: bool = True) -> None:

@@ -22,7 +22,8 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the rows of metrics.jsonl. ValueError if there is none, or it is damaged."""
     file = MetricsFile(run_dir / "metrics.jsonl")
     if not file.path.is_file():
-        raise ValueError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl")
+        why = "or its first evaluation goes on: it has no metrics.jsonl"
+        raise ValueError(f"{run_dir} is not the folder of a run, {why}")
     return file.numbers()
 
 

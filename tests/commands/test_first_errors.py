@@ -35,6 +35,7 @@ WRONG = [
     ("+calibration=measured", ["unknown key calibration", "the groups of a --config-dir"]),
     ("trainer.suites=[a", ["'trainer.suites=[a' is no setting: write key=value, close each br"]),
     ('trainer.experiment_name="a', ["is no setting: write key=value, close each bracket"]),
+    ("trainer.experiment_name=“a”", ["is no setting: “ is no quote here; write key=value"]),
     ("model.lora_rnk=5", ["did you mean model.lora_rank"]),
     ("rollout.name=difusers", ["rollout.name=difusers", "did you mean 'diffusers'"]),
     ("reward.terms.ocrr.weight=1", ["reward.terms.ocrr", "did you mean 'ocr'"]),

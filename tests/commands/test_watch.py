@@ -113,7 +113,7 @@ def test_a_run_without_numbers_is_waited_for(server: ReportServer) -> None:
     metrics.unlink()
     status, headers, body = ask(server)
     assert (status, headers["Refresh"]) == (503, "3")
-    assert b"it has no metrics.jsonl" in body
+    assert b"its first evaluation goes on: it has no metrics.jsonl" in body
     metrics.write_bytes(kept)
     assert ask(server)[0] == 200
 
@@ -128,18 +128,25 @@ def test_what_cannot_be_watched_is_refused(
         assert f"--port {port}: " in capsys.readouterr().err
 
 
-def test_the_command_serves_until_it_is_interrupted(server: ReportServer) -> None:
+def test_the_command_waits_for_a_run_and_serves_until_it_is_interrupted(
+    server: ReportServer, tmp_path: Path
+) -> None:
+    later = tmp_path / "later"
     # A shell that runs tests in the background has them ignore this signal.
     command = ["env", "--default-signal=INT", sys.executable, "-m", "flowgrpo_rc", "watch"]
-    command += [str(run_of(server)), "--port", "0"]
+    command += [str(later), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:(\d+) ", process.stdout.readline())
+        said = r"http://127\.0\.0\.1:(\d+) .*; no run is there yet, so it waits for one$"
+        found = re.search(said, process.stdout.readline())
         assert found is not None
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
-        connection.request("GET", "/")
-        assert connection.getresponse().status == 200
-        connection.close()
+        for status in (503, 200):
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
+            connection.request("GET", "/")
+            assert connection.getresponse().status == status
+            connection.close()
+            if status == 503:
+                run_of(server).rename(later)
         process.send_signal(2)
         assert process.wait(60) == 0
 

@@ -165,9 +165,9 @@ def test_the_source_of_a_reward_of_the_user_is_compared(
 
     write("OTHER = 1\n" + source)
     assert goes_on(config)
-    for before, after, name in (("1.0", "2.0", "f"), ("return 1\n", "return 2\n", "c")):
+    for before, after, code in (("1.0", "2.0", "score"), ("return 1\n", "return 2\n", "Mine")):
         write(source.replace(before, after))
-        words = rf"reward\.terms\.{name}: the content of .*scores_of_mine\.py has changed"
+        words = rf"reward\.terms\.\w: the content of scores_of_mine\.{code} has changed"
         with pytest.raises(ValueError, match=words):
             goes_on(config)
 
