@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Measures how an experiment's engine and trainer differ, then trains with the settings that fit:
 #   bash examples/calibrated_run.sh EXPERIMENT MODE [overrides]
-# EXPERIMENT is a file of configs/experiment that ends in its cards, MODE is bypass, decoupled, or auto for what the
-# measurement says. What was measured once is used again, so that the same command goes on with a run; CALIBRATION names
-# the folder of another measurement. From the folder of the repository, with dataset/ in it.
+# EXPERIMENT is a file of configs/experiment that ends in its cards, all of this machine, MODE is bypass, decoupled, or auto
+# for what the measurement says. What was measured once is used again, so that the same command goes on with a run;
+# CALIBRATION names the folder of another measurement. From the folder of the repository, with dataset/ in it.
 set -euo pipefail
 
 experiment=$1 mode=$2

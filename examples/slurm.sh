@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Training on several nodes, from the folder of the repository, in as many jobs as it takes:
-#   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 examples/slurm.sh --config-name sd35_medium_ocr \
+#   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 examples/slurm.sh +experiment=sd35_medium_ocr_16xh100 \
 #       trainer.strategy=fsdp2 trainer.output_dir=/shared/run ...
 # One task is one process with one GPU, and sees all GPUs of its node. All nodes must see trainer.output_dir. Ten minutes before --time is over, Slurm
 # sends SIGUSR1 to the tasks: they finish their step, save and end with exit code 75, and the job goes back into the

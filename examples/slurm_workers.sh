@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Training on the first of several nodes and sampling on the others, from the folder of the repository, in as many jobs as
 # it takes:
-#   sbatch --nodes=3 --gpus-per-node=8 --cpus-per-task=64 examples/slurm_workers.sh --config-name sd35_medium_ocr \
+#   sbatch --nodes=3 --gpus-per-node=8 --cpus-per-task=64 examples/slurm_workers.sh +experiment=sd35_medium_ocr_8xh100 \
 #       rollout.staleness=1 trainer.output_dir=/shared/run ...
 # The first node trains with a process for each of its GPUs. Ray runs a rollout worker for each GPU of the other nodes. All
 # nodes must see this environment and the model under the same paths. Ten minutes before --time is over, Slurm warns this

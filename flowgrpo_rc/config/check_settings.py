@@ -7,7 +7,7 @@ have no effect is an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from operator import attrgetter
 
@@ -138,23 +138,8 @@ def _check_sizes(config: Config, num_processes: int) -> None:
         raise ValueError(
             f"data.train_batch_size={prompts} is no multiple of actor.ppo_mini_batch_size={mini}"
         )
-    if mini % num_processes:
-        raise ValueError(
-            f"actor.ppo_mini_batch_size={mini} prompts cannot be shared evenly by {num_processes} "
-            "processes (a group of samples stays on one)"
-        )
-    samples = config.samples_per_mini_batch(num_processes)
-    micro = config.actor.ppo_micro_batch_size_per_gpu
-    if samples % micro:
-        chosen = config.trained_n()
-        each = f"actor.train_n={chosen}" if chosen else f"rollout.n={config.rollout.n}"
-        fits = [size for size in range(1, samples + 1) if samples % size == 0]
-        near = sorted(sorted(fits, key=lambda size: abs(size - micro))[:2])
-        raise ValueError(
-            f"actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {samples} samples of "
-            f"a mini-batch on one process (actor.ppo_mini_batch_size={mini} x {each} / "
-            f"{num_processes}): give {' or '.join(map(str, near))}"
-        )
+    if not config.shares_evenly(num_processes):
+        raise ValueError(_uneven(config, num_processes))
     steps = config.actor.steps_per_forward
     if config.model.kind == "diffusion" and (steps or 1) > config.trained_steps():
         of = "SDE steps (rollout.algo.sde_window_size)"
@@ -167,6 +152,36 @@ def _check_sizes(config: Config, num_processes: int) -> None:
     chunk = config.rollout.micro_batch_size_per_gpu
     if chunk is not None and chunk < 1:
         raise ValueError(f"rollout.micro_batch_size_per_gpu={chunk}: give at least 1, or null")
+
+
+def _uneven(config: Config, num_processes: int) -> str:
+    """Says why a process gets no whole groups or micro-batches, and the nearest sizes that fit."""
+    mini, micro = config.actor.ppo_mini_batch_size, config.actor.ppo_micro_batch_size_per_gpu
+    chosen, samples = config.trained_n(), config.samples_per_mini_batch(num_processes)
+    if mini % num_processes == 0:
+        each = f"actor.train_n={chosen}" if chosen else f"rollout.n={config.rollout.n}"
+        fits = [size for size in range(1, samples + 1) if samples % size == 0]
+        return (
+            f"actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {samples} samples of "
+            f"a mini-batch on one process (actor.ppo_mini_batch_size={mini} x {each} / "
+            f"{num_processes}): give {_nearest(fits, micro)}"
+        )
+    # A process takes whole groups, as many as fill whole micro-batches.
+    step = num_processes * micro // math.gcd(micro, chosen or config.rollout.n)
+    numbers = [number for number in range(1, mini + 1) if config.shares_evenly(number)]
+    start = f"start {_nearest(numbers, num_processes)} process(es), or " if numbers else ""
+    return (
+        f"actor.ppo_mini_batch_size={mini} prompts cannot be shared evenly by {num_processes} "
+        f"processes (a group of samples stays on one): {start}give "
+        f"{_nearest(range(step, mini + step + 1, step), mini)}, and a multiple of it as "
+        "data.train_batch_size"
+    )
+
+
+def _nearest(sizes: Sequence[int], given: int) -> str:
+    """Returns the largest size below the given one and the smallest above it, in words."""
+    below, above = [s for s in sizes if s < given], [s for s in sizes if s > given]
+    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
 def _check_alignment(config: Config) -> None:

@@ -30,7 +30,9 @@ DEFAULT = [
     "qwen_image_edit_ocr_4xh200",
     "sana_600m_ocr_1xh100",
     "sd35_medium_signs_1xh100",
+    "wan22_t2v_a14b_ocr_16xh200",
     "wan22_t2v_a14b_ocr_8xh200",
+    "z_image_ocr_16xh100",
     "z_image_ocr_8xh100",
     "z_image_turbo_ocr_8xh100",
 ]
@@ -81,6 +83,18 @@ def test_it_takes_both_corrections(name: str) -> None:
 @pytest.mark.parametrize("name", DEFAULT)
 def test_one_without_a_recipe_has_the_default_of_images(name: str) -> None:
     assert is_default_of_images(experiment(name))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "_16x" in name])
+def test_two_machines_train_twice_the_prompts_and_nothing_else_differs(name: str) -> None:
+    larger, config = experiment(name), experiment(name.replace("_16x", "_8x"))
+    with pytest.raises(ValueError, match=r": (start|give) \d+"):
+        check_settings(config, num_processes=16)
+    config.data.train_batch_size *= 2
+    config.actor.ppo_mini_batch_size *= 2
+    config.trainer.output_dir = f"outputs/{name}"
+    config.trainer.experiment_name = name
+    assert larger == config
 
 
 def test_the_default_of_images() -> None:
