@@ -147,13 +147,9 @@ class Run:
     ) -> Run:
         """Goes on from the newest checkpoint, or from the start if there is none.
 
-        Args:
-          overrides: changes to the run's settings, such as `trainer.max_time=3600`.
-          rewards: as in `train`; needed in a new Python session if the run's rewards are functions
-            of the old one.
-          callbacks: as in `train`.
-          verbose: as in `train`.
-          trust: import the code from outside of this package that the folder's config.yaml names.
+        `overrides` change the run's settings; `rewards`, `callbacks` and `verbose` are as in
+        `train`, and functions of another session have to be given again. `trust` imports the code
+        from outside of this package that the folder's config.yaml names.
 
         Raises:
           ValueError: the overrides would train something else, the settings cannot work, or the

@@ -9,34 +9,55 @@ import yaml
 
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.names import TOKEN_ENV
-from flowgrpo_rc.plugins import in_seconds
-from flowgrpo_rc.rewards.http.server import serve
+from flowgrpo_rc.plugins import build, in_seconds, load_class
+from flowgrpo_rc.rewards.base import Reward
+from flowgrpo_rc.rewards.http.client import check_packages, is_loopback, read_token
+from flowgrpo_rc.rewards.http.server import Door, limits, make_app
+from flowgrpo_rc.rewards.manager import PACKAGE
+
+PACKAGES = ("fastapi", "uvicorn")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Serves a reward until interrupted; its options are read as YAML."""
-    options = {}
-    for option in arguments.options:
-        key, equals, value = option.partition("=")
-        if not (key and equals):
-            raise ValueError(f"{option!r}: write options of the reward as key=value")
-        try:
-            options[key] = in_seconds(key, yaml.safe_load(value))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{option} is no YAML of plain values: {error}") from error
+    """Serves a reward until interrupted; its options are read as YAML.
+
+    Without a certificate it serves plain HTTP, to this machine alone.
+    """
+    name, certificate, key = arguments.reward, arguments.certificate, arguments.key
+    options = dict(_option(option) for option in arguments.options)
     if arguments.token_env == TOKEN_ENV and TOKEN_ENV not in os.environ:
         raise ValueError(
             f"serve-reward needs a token that clients send: set {TOKEN_ENV}, or name the variable "
             "that holds it with --token-env"
         )
-    serve(
-        arguments.reward,
-        options,
-        token_env=arguments.token_env,
-        host=arguments.host,
-        port=arguments.port,
-        certificate=arguments.certificate,
-        key=arguments.key,
-        max_body_mb=arguments.max_body_mb,
-    )
+    check_packages("serve-reward", PACKAGES, "serve")
+    token = read_token(arguments.token_env)
+    if (certificate is None) != (key is None):
+        raise ValueError("give both --certificate and --key, or none")
+    if certificate is None and not is_loopback(arguments.host):
+        raise ValueError(
+            f"--host {arguments.host} would let samples and token travel in the clear: give "
+            "--certificate and --key, or keep 127.0.0.1 and let clients come through a tunnel"
+        )
+    reward: Reward = build(load_class(PACKAGE, name, Reward), options, name)
+    if reward.kind == "latent":
+        raise ValueError(f"{name} scores latents, which do not travel")
+    if reward.groupwise:
+        raise ValueError(f"{name} compares whole groups, and a request holds a few samples")
+    reward.check()
+    import uvicorn
+
+    app = make_app(reward, token, max_body_mb=arguments.max_body_mb)
+    tls = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    uvicorn.run(app, host=arguments.host, port=arguments.port, **tls, **limits(Door()))
     return EXIT_OK
+
+
+def _option(written: str) -> tuple[str, object]:
+    key, equals, value = written.partition("=")
+    if not (key and equals):
+        raise ValueError(f"{written!r}: write options of the reward as key=value")
+    try:
+        return key, in_seconds(key, yaml.safe_load(value))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{written} is no YAML of plain values: {error}") from error

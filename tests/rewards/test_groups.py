@@ -8,11 +8,11 @@ import torch
 from support.prompts import numbered_prompts, random_images
 
 from flowgrpo_rc.batch import Rewards
+from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.collect import record_rewards
 from flowgrpo_rc.rewards.groups import Groups
-from flowgrpo_rc.rewards.http.server import serve
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager
 
 HERE = __name__
@@ -121,11 +121,12 @@ def test_held_out_samples_are_no_groups() -> None:
         assert metrics.compute() == pytest.approx({"val/failed_fraction": 0.0} | left)
 
 
-def test_it_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "abc")
-    options = {"host": "127.0.0.1", "port": 0, "certificate": None, "key": None, "max_body_mb": 1.0}
-    with pytest.raises(ValueError, match="compares whole groups, and a request holds a few"):
-        serve(f"{HERE}.Rank", {}, token_env="REWARD_TOKEN", **options)
+    assert main(["serve-reward", f"{HERE}.Rank", "--token-env", "REWARD_TOKEN"]) == 2
+    assert "compares whole groups, and a request holds a few" in capsys.readouterr().err
 
 
 def test_texts_are_groups_too() -> None:

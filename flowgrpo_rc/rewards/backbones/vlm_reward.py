@@ -31,12 +31,7 @@ from flowgrpo_rc.rewards.backbones.checkpoint import (
     linear_layers,
     load_pretrained,
 )
-from flowgrpo_rc.rewards.backbones.qwen_vl import (
-    QwenVlReader,
-    check_qwen_vl,
-    message,
-    plain,
-)
+from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, message, plain
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
 
 WEIGHTS = "model.safetensors"

@@ -155,12 +155,7 @@ class JsonClient:
     ) -> list[Any | ServerError]:
         """Posts each body; None in place of a body makes a GET request."""
         import httpx2
-        from tenacity import (
-            retry,
-            retry_if_exception,
-            stop_after_attempt,
-            wait_random_exponential,
-        )
+        from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
         grows = wait_random_exponential(multiplier=0.5, max=self.max_pause_s)
 

@@ -9,16 +9,12 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo_rc.plugins import build, load_class
 from flowgrpo_rc.rewards.base import Reward
-from flowgrpo_rc.rewards.http.client import check_packages, is_loopback, read_token
 from flowgrpo_rc.rewards.http.wire import PATH, decode, encode_scores
-from flowgrpo_rc.rewards.manager import PACKAGE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
 
-PACKAGES = ("fastapi", "uvicorn")
 HEADERS_S = 10.0  # from the connection to the headers with the token
 BODY_S = 300.0  # for the body of a request, of a client that has shown the token
 MOST_OUTSIDE = 128  # connections that have not shown the token
@@ -146,40 +142,3 @@ def limits(door: Door) -> dict[str, Any]:
         "limit_concurrency": MOST_CONNECTIONS,
         "access_log": False,
     }
-
-
-def serve(
-    name: str,
-    options: dict[str, Any],
-    *,
-    token_env: str,
-    host: str,
-    port: int,
-    certificate: str | None,
-    key: str | None,
-    max_body_mb: float,
-) -> None:
-    """Serves a reward of the package, or of the full path of a class, until interrupted.
-
-    `certificate` and `key` are files; without them it serves plain HTTP, to this machine alone.
-    """
-    check_packages("serve-reward", PACKAGES, "serve")
-    token = read_token(token_env)
-    if (certificate is None) != (key is None):
-        raise ValueError("give both --certificate and --key, or none")
-    if certificate is None and not is_loopback(host):
-        raise ValueError(
-            f"--host {host} would let samples and token travel in the clear: give --certificate "
-            "and --key, or keep 127.0.0.1 and let clients come through a tunnel"
-        )
-    reward: Reward = build(load_class(PACKAGE, name, Reward), options, name)
-    if reward.kind == "latent":
-        raise ValueError(f"{name} scores latents, which do not travel")
-    if reward.groupwise:
-        raise ValueError(f"{name} compares whole groups, and a request holds a few samples")
-    reward.check()
-    import uvicorn
-
-    app = make_app(reward, token, max_body_mb=max_body_mb)
-    tls: dict[str, Any] = {"ssl_certfile": certificate, "ssl_keyfile": key}
-    uvicorn.run(app, host=host, port=port, **tls, **limits(Door()))

@@ -14,12 +14,7 @@ from flowgrpo_rc.rewards.backbones.checkpoint import (
     checkpoint_source,
     load_pretrained,
 )
-from flowgrpo_rc.rewards.backbones.qwen_vl import (
-    QwenVlReader,
-    check_qwen_vl,
-    message,
-    plain,
-)
+from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, message, plain
 from flowgrpo_rc.rewards.base import batches, check_at_least_one
 from flowgrpo_rc.rewards.http.client import ServerError
 from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
