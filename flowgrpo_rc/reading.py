@@ -10,12 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    constants,
-    get_hf_file_metadata,
-    hf_hub_url,
-    try_to_load_from_cache,
-)
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,

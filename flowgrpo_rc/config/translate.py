@@ -8,15 +8,7 @@ from typing import Any, NamedTuple
 from jinja2.sandbox import SandboxedEnvironment
 
 from flowgrpo_rc.config.rows import NONE, REPEATED, STOPS, TRANSLATED, Row
-from flowgrpo_rc.config.setting import (
-    AS_GIVEN,
-    PREFIX,
-    REPLACED,
-    Given,
-    Outcome,
-    Setting,
-    foreign,
-)
+from flowgrpo_rc.config.setting import AS_GIVEN, PREFIX, REPLACED, Given, Outcome, Setting, foreign
 from flowgrpo_rc.config.translate_rewards import REWARD_RULES, TERMS, chooses_rewards
 from flowgrpo_rc.config.tree import known_keys
 

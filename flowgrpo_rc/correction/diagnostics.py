@@ -14,12 +14,7 @@ from torch import Tensor
 from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
 from flowgrpo_rc.core.reduce import row_max, select_
 from flowgrpo_rc.core.row_metrics import RowMetrics
-from flowgrpo_rc.correction.log_ratios import (
-    HIGHEST_WEIGHT,
-    LOWEST_WEIGHT,
-    LogRatios,
-    safe_expm1,
-)
+from flowgrpo_rc.correction.log_ratios import HIGHEST_WEIGHT, LOWEST_WEIGHT, LogRatios, safe_expm1
 from flowgrpo_rc.correction.thresholds import WeightBounds
 from flowgrpo_rc.correction.weights import Weights
 

@@ -23,11 +23,7 @@ from flowgrpo_rc.losses.base import (
     ImageLoss,
     TokenLoss,
 )
-from flowgrpo_rc.losses.find import (
-    check_effects,
-    make_loss,
-    option_names,
-)
+from flowgrpo_rc.losses.find import check_effects, make_loss, option_names
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 # Keys of the sections that belong to some losses; the others are read outside of the loss.

@@ -15,15 +15,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
 from flowgrpo_rc.planning.phases import phases
-from flowgrpo_rc.planning.weights import (
-    Job,
-    Row,
-    as_size,
-    context,
-    memory,
-    numbers_in,
-    on_the_host,
-)
+from flowgrpo_rc.planning.weights import Job, Row, as_size, context, memory, numbers_in, on_the_host
 from flowgrpo_rc.planning.work import Count, counts, operations, told
 
 

@@ -24,13 +24,7 @@ import yaml
 from flowgrpo_rc.assets import with_all_references, with_references
 from flowgrpo_rc.files import TEMPORARY, write_atomic
 from flowgrpo_rc.records.checkpoint import PARTIAL
-from flowgrpo_rc.records.inputs import (
-    Input,
-    changed_inputs,
-    of_setting,
-    same_content,
-    write_inputs,
-)
+from flowgrpo_rc.records.inputs import Input, changed_inputs, of_setting, same_content, write_inputs
 from flowgrpo_rc.redaction import redact, redact_command
 
 # How the path of a program ends that trains; launched processes have the last.

@@ -24,13 +24,7 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.monitoring.rollouts import observe_images
 from flowgrpo_rc.policies.encode_prompts import KnownPrompts
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.records.samples import (
-    Shown,
-    film_strips,
-    save_animation,
-    save_grid,
-    with_sources,
-)
+from flowgrpo_rc.records.samples import Shown, film_strips, save_animation, save_grid, with_sources
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import ImageRequest
 from flowgrpo_rc.training.tasks.task import Task
