@@ -23,15 +23,13 @@ from flowgrpo_rc.report.facts import told
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints the plan of the configuration that the command line asks for."""
-    composed, processes, nodes = arguments.composition.config, arguments.processes, arguments.nodes
-    if processes is None:
-        asked = composed.trainer.num_processes
-        processes = asked if isinstance(asked, int) else 1
-    found = planned(unchecked_config(composed), processes, nodes, arguments.fit)
+    given = unchecked_config(arguments.composition.config)
+    asked = given.trainer.num_processes if arguments.processes is None else arguments.processes
+    processes = asked if isinstance(asked, int) else 1
+    found = planned(given, processes, arguments.nodes, arguments.fit)
     if isinstance(found, Proposal):
         print(found)
         return EXIT_OK if found.fits else EXIT_FAILED
-    given = unchecked_config(composed)
     config = settled(given, torch.device("cuda"))
     trained = told(asdict(config), asdict(given), has_mode=not config.knows_no_log_probs())
     print(f"{found}\n\ntrains\n{trained}")

@@ -13,7 +13,7 @@ from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.opening import check_one_folder, note_fetched, prepare_folder
 from flowgrpo_rc.commands.results import export_step, leave_results, uploads_of
-from flowgrpo_rc.config.check_folder import can_be_extended, command_from_lora
+from flowgrpo_rc.config.check_folder import can_be_extended, how_from_lora
 from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.cores import stay_on_own_core
@@ -84,7 +84,11 @@ def run(
         with processes.noticing_losses():
             if config.rollout.dtype == AUTO and inputs.resumed is None:
                 found = _agreed(found, processes, console)
-            _say_ratio(config, found, console)
+            if not found.knows_no_log_probs():
+                parts = ratio(asdict(found), asdict(config))
+                console.message(
+                    "; ".join(f"{name.lower()}: {part}" for name, part in parts.items())
+                )
             if inputs.first_prompt:
                 console.message(f"first prompt: {inputs.first_prompt}")
             observers = [partial(_tell, callback, stop) for callback in callbacks]
@@ -104,13 +108,6 @@ def _agreed(config: Config, processes: Processes, console: Console) -> Config:
     dtype = "bf16" if in_bf16 else "fp32"
     console.message(f"note: rollout.dtype=auto: this run samples in {dtype}")
     return replace(config, rollout=replace(config.rollout, dtype=dtype))
-
-
-def _say_ratio(given: Config, found: Config, console: Console) -> None:
-    """Says which ratio the run trains, what bounds it, and why."""
-    if not found.knows_no_log_probs():
-        parts = ratio(asdict(found), asdict(given))
-        console.message("; ".join(f"{name.lower()}: {part}" for name, part in parts.items()))
 
 
 def _run(
@@ -221,8 +218,7 @@ def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint, console
     elif can_be_extended(config):
         console.message("to make it longer, raise trainer.total_training_steps")
     else:
-        command = command_from_lora(config, config.trainer.total_training_steps)
-        console.message(f"to train on from its LoRA: {command}")
+        console.message(how_from_lora(config, config.trainer.total_training_steps))
     # LoRA and report have to be there, and no older than the checkpoint.
     written = (list_checkpoints(folder.checkpoints)[-1] / "manifest.json").stat().st_mtime
     results = (folder.lora / EXPORT_NAMES[config.model.kind], folder.root / "report.html")

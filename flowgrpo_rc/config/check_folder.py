@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 
 from flowgrpo_rc.config.tree import Config, stored_config
@@ -17,16 +16,9 @@ from flowgrpo_rc.records.checkpoint import (
 )
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.records.run_folder import RunFolder, check_writable, own_command
+from flowgrpo_rc.records.run_folder import RunFolder, check_writable
 
 FIRST_NEED = 64 * 2**20  # bytes of metrics, samples and a report
-# Settings that the command for a new run replaces; the last is the name of verl-omni.
-_REPLACED = (
-    "trainer.total_training_steps=",
-    "trainer.output_dir=",
-    "model.lora_path=",
-    "trainer.default_local_dir=",
-)
 
 
 def check_output(config: Config, num_parameters: int = 0) -> None:
@@ -96,19 +88,12 @@ def can_be_extended(config: Config) -> bool:
     return config.actor.optim.lr_scheduler == "constant"
 
 
-def command_from_lora(config: Config, steps: int) -> str:
-    """Returns the command that starts another run from the LoRA of the run in the output folder."""
-    root = Path(config.trainer.output_dir)
-    free = (root.with_name(f"{root.name}_{number}") for number in count(2))
-    changes = (
-        f"trainer.total_training_steps={steps}",
-        f"model.lora_path={RunFolder(root).lora}",
-        f"trainer.output_dir={next(path for path in free if not path.exists())}",
-    )
-    command = own_command()
-    given = command[2:] if command[:2] == ["flowgrpo-rc", "train"] else []
-    kept = [word for word in given if not word.lstrip("+").startswith(_REPLACED)]
-    return shlex.join(["flowgrpo-rc", "train", *kept, *changes])
+def how_from_lora(config: Config, steps: int) -> str:
+    """Says what to add to a command to train on from the LoRA of the run in the output folder."""
+    root = config.trainer.output_dir
+    lora = f"model.lora_path={RunFolder(Path(root)).lora}"
+    added = (f"trainer.total_training_steps={steps}", lora, f"trainer.output_dir={root}_2")
+    return f"to train on from its LoRA, add {shlex.join(added)}"
 
 
 def _check_length(stored: Config, config: Config) -> None:
@@ -125,7 +110,5 @@ def _check_length(stored: Config, config: Config) -> None:
     )
     if folder.lora.is_dir():
         more = asked - planned if asked > planned else asked
-        message += (
-            f". To train on from its LoRA, start another run: {command_from_lora(config, more)}"
-        )
+        message += f"; {how_from_lora(config, more)}"
     raise ValueError(message)

@@ -91,8 +91,8 @@ def check_overlap(config: Config, prompts: Prompts) -> None:
     if config.data.allow_overlap or config.trainer.test_freq == -1:
         return
     texts = {prompt.text for prompt in prompts.held_out}
-    trained = {content_of(prompt) for prompt in prompts.sampler.prompts if prompt.text in texts}
-    shared = [prompt for prompt in prompts.held_out if content_of(prompt) in trained]
+    trained = {_content(prompt) for prompt in prompts.sampler.prompts if prompt.text in texts}
+    shared = [prompt for prompt in prompts.held_out if _content(prompt) in trained]
     if shared:
         raise ValueError(
             f"{len(shared)} of {len(prompts.held_out)} held-out prompts are training prompts, too, "
@@ -101,7 +101,7 @@ def check_overlap(config: Config, prompts: Prompts) -> None:
         )
 
 
-def content_of(prompt: Prompt) -> tuple[object, ...]:
+def _content(prompt: Prompt) -> tuple[object, ...]:
     """Returns what a model is given of a prompt."""
     images = tuple(map(picture_digest, prompt.images))
     return prompt.text, json.dumps(prompt.messages, default=str), images

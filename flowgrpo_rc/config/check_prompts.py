@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from typing import Any
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.config.check_inputs import Prompts, content_of, files_of
+from flowgrpo_rc.config.check_inputs import Prompts, files_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import places_of, prompt_files
 from flowgrpo_rc.evaluation.suite import Suite
@@ -54,11 +53,10 @@ def check_images(config: Config, model: FlowModel, prompts: Prompts) -> None:
 def check_rows(config: Config, prompts: Prompts) -> None:
     """Warns of prompts that stand twice, and of the package's held-out words for other prompts."""
     for read, _, where in _asked(config, prompts):
-        counts = Counter(prompt.text for prompt in read)
-        several = [prompt for prompt in read if counts[prompt.text] > 1]
-        first = {content_of(prompt): prompt for prompt in reversed(several)}
-        repeats = [prompt for prompt in several if first[content_of(prompt)] is not prompt]
-        _warn(repeats, read, "repeat an earlier one", where)
+        first: dict[object, Prompt] = {}
+        keys = ((prompt, (prompt.text, str(prompt.messages), prompt.images)) for prompt in read)
+        repeats = [prompt for prompt, key in keys if first.setdefault(key, prompt) is not prompt]
+        _warn(repeats, read, "prompts repeat an earlier one", where)
     trained, held_out = (
         all(file.is_relative_to(assets.ROOT) for file in prompt_files(files, key))
         for key, files, _ in files_of(config, prompts)

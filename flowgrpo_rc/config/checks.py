@@ -73,7 +73,10 @@ def check_run(
     read = inputs_of(config, prompts) if trains else {}
     resumed = checkpoint_to_resume(config, read) if trains else None
     if trains and config.data.replay_dir is not None:
-        _check_replay(config, Path(config.data.replay_dir).expanduser(), num_processes)
+        text = config.model.kind == "causal_lm"
+        spec = config.rollout.token_spec() if text else config.rollout.spec()
+        folder = Path(config.data.replay_dir).expanduser()
+        check_headers(replay_files(folder, 0, num_processes), spec, {})
     model = _check_model(config, prompts.suites)
     if model is not None:
         check_images(config, model, prompts)
@@ -161,13 +164,6 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     if config.rollout.quantization is not None:
         check_layers(network, config.rollout.quantization)
     return model
-
-
-def _check_replay(config: Config, folder: Path, num_processes: int) -> None:
-    """Saved trajectories are complete, and sampled as the settings say."""
-    text = config.model.kind == "causal_lm"
-    spec = config.rollout.token_spec() if text else config.rollout.spec()
-    check_headers(replay_files(folder, 0, num_processes), spec, {})
 
 
 def check_networks(config: Config, model: FlowModel, num_processes: int) -> None:

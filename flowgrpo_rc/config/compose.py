@@ -127,7 +127,9 @@ def compose_all(
     whole = [replaces(each.key, each.value) for each in others]
     place = whole.index(True) if True in whole else len(whole)
     later = [each for each in others[place:] if f"{each.key}.".startswith(FREE_FORM)]
-    lines = [_free_form(each.line) for each in others if each not in later]
+    kept = [each.line for each in others if each not in later]
+    # New keys need no `+` where the user names them.
+    lines = [f"++{x}" if f"{x.partition('=')[0]}.".startswith(FREE_FORM) else x for x in kept]
     composed = _compose(file, lines, files.homes[file.name], folders)
     for each in later:
         OmegaConf.update(composed, each.key, each.value, merge=False, force_add=True)
@@ -274,12 +276,6 @@ def as_yaml(composed: DictConfig) -> str:
     """Returns a composed configuration as YAML, without passwords, keys and tokens."""
     shown = redact(OmegaConf.to_container(composed, resolve=True))
     return OmegaConf.to_yaml(OmegaConf.create(shown))
-
-
-def _free_form(override: str) -> str:
-    """Allows new keys without `+` where the user names them."""
-    whole_sections = (f"{section[:-1]}=" for section in FREE_FORM)
-    return f"++{override}" if override.startswith((*FREE_FORM, *whole_sections)) else override
 
 
 def _parse(overrides: Sequence[str]) -> list[Setting]:

@@ -22,8 +22,6 @@ PEERS = {
     "actor.ppo_epochs": "num_iterations num_inner_epochs",
     "actor.ppo_micro_batch_size_per_gpu": "per_device_train_batch_size train.batch_size",
     "actor.ppo_mini_batch_size": "gradient_accumulation_steps",
-    "actor.token_loss.clip_ratio_high": "epsilon_high",
-    "actor.token_loss.clip_ratio_low": "epsilon",
     "data.train_batch_size": "batch_size",
     "data.train_files": "data prompts",
     "model.lora_rank": "lora_rank rank",

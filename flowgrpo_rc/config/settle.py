@@ -19,13 +19,8 @@ from flowgrpo_rc.rollout.devices import AUTO, faster_dtype
 def settled(config: Config, device: torch.device | None = None) -> Config:
     """Returns the settings with a value where they leave one open.
 
-    * `rollout.dtype=auto` becomes the precision that samples faster on this machine, or on
-    `device`.
-    * `rollout.merge_lora=null` becomes true where the LoRA can be merged at no loss.
-    * `algorithm.rollout_correction.centered=null` becomes true for images whose rollout records its
-    means.
-    * `actor.diffusion_loss.clip_ratio=auto:k` becomes a number where the ratio has no mismatch that
-    it could follow.
+    These are `rollout.dtype`, by this machine or `device`, `rollout.merge_lora`, `centered`, and a
+    clip that has no mismatch to follow; their keys say what they become.
 
     A run that goes on in `trainer.output_dir` keeps what it has, but for merged weights where they
     are sharded now.
