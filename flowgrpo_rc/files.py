@@ -17,28 +17,24 @@ def write_atomic(path: Path, content: bytes) -> None:
     Folders on its way are made. Raises OSError, which names the file, if the disk refuses it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
-        _write_atomic(path, content)
+        # Somebody else's folder may hold a link of this name to a file of ours.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
+            file.write(content)
+            # The content has to be on the disk before the name is, or a crash leaves an empty file.
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        # The new name is an entry of the folder, which is written to the disk for itself.
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _write_atomic(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
-    # Somebody else's folder may hold a link of this name to a file of ours.
-    temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:
-        file.write(content)
-        # The content has to be on the disk before the name is, or a crash leaves an empty file.
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    # The new name is an entry of the folder, which is written to the disk for itself.
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def plain_yaml(path: Path) -> dict[str, Any]:
