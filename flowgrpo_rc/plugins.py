@@ -146,10 +146,7 @@ def load_function(path: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ValueError(f"path={path!r}: write it as my_package.my_module:name")
-    if not _exists(module_name):
-        raise ValueError(
-            f"path={path!r}: there is no module {module_name!r}; is its folder on PYTHONPATH?"
-        )
+    _check_module(module_name, f"path={path!r}")
     try:
         module = import_module(module_name)
     except Exception as error:  # the module is foreign code
@@ -200,10 +197,7 @@ def concrete_subclasses(module: ModuleType, base: type) -> list[type]:
 
 def _class_at(path: str, base: type) -> type:
     module_name, _, class_name = path.rpartition(".")
-    if not all(part.isidentifier() for part in path.split(".")) or not _exists(module_name):
-        raise ValueError(
-            f"{path}: there is no module {module_name!r}; is its folder on PYTHONPATH?"
-        )
+    _check_module(module_name, path)
     value = vars(import_module(module_name)).get(class_name)
     if value is None:
         raise ValueError(f"{path}: {module_name} has no class {class_name!r}")
@@ -216,13 +210,16 @@ def _class_at(path: str, base: type) -> type:
     return value
 
 
-def _exists(module_name: str) -> bool:
-    """Whether the module is there; an import that fails inside it or its packages still raises."""
+def _check_module(name: str, where: str) -> None:
+    """Raises ValueError if there is no such module; what fails inside its packages still raises."""
+    exists = all(part.isidentifier() for part in name.split("."))
     try:
-        return find_spec(module_name) is not None
+        exists = exists and find_spec(name) is not None
     except ModuleNotFoundError as error:
         # find_spec imports the packages on the way. Only if one of these is the missing module,
         # the answer is no; otherwise one of them imports something that is not installed.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        return False
+        exists = False
+    if not exists:
+        raise ValueError(f"{where}: there is no module {name!r}; is its folder on PYTHONPATH?")
