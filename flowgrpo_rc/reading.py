@@ -47,7 +47,8 @@ def parse_mapping(text: str | bytes, *, unique: bool = False) -> dict[str, Any]:
         raise ValueError("it holds no mapping")
     level: list[Any] = [found]
     for _ in range(_MOST_LEVELS):
-        level = [item for node in level for item in _items(node)]
+        nodes = [node.values() if isinstance(node, dict) else node for node in level]
+        level = [item for node in nodes for item in node if isinstance(item, dict | list)]
         if not level:
             return found
     raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels")
@@ -74,15 +75,14 @@ def check_on_hub(repository: str, names: Sequence[str], *, key: str) -> None:
     """
     if any(isinstance(try_to_load_from_cache(repository, name), str) for name in names):
         return
-    for name in names:
-        try:
-            with asking_hub(repository, " and no ".join(names), key=key):
+    with asking_hub(repository, " and no ".join(names), key=key):
+        for name in names:
+            try:
                 ask_hub(repository, name)
-            return
-        except ValueError as error:
-            lacks_this = isinstance(error.__cause__, RemoteEntryNotFoundError)
-            if not lacks_this or name == names[-1]:
-                raise
+                return
+            except RemoteEntryNotFoundError:
+                if name == names[-1]:
+                    raise
 
 
 def ask_hub(repository: str, name: str) -> None:
@@ -106,9 +106,9 @@ def asking_hub(repository: str, name: str, *, key: str) -> Iterator[None]:
     try:
         yield
     except LocalEntryNotFoundError as error:
-        refused = isinstance(error.__cause__, HfHubHTTPError)
-        told = f"the Hub refuses {name}: {error.__cause__}"
-        why = told if refused else _no_network(repository, error.__cause__)
+        why = _no_network(repository, error.__cause__)
+        if isinstance(error.__cause__, HfHubHTTPError):
+            why = f"the Hub refuses {name}: {error.__cause__}"
         raise ValueError(f"{where}: {why}") from error
     except EntryNotFoundError as error:
         raise ValueError(f"{where}: this repository of the Hub has no {name}") from error
@@ -130,13 +130,13 @@ def asking_hub(repository: str, name: str, *, key: str) -> Iterator[None]:
 
 def _no_network(repository: str, cause: BaseException | None) -> str:
     """Returns why a file that is not in the cache could not be fetched, and what helps."""
-    why = f"it is not in the local cache, and {constants.ENDPOINT} cannot be reached ({cause})"
+    why = f"{constants.ENDPOINT} cannot be reached ({cause})"
     if constants.HF_HUB_OFFLINE:
-        why = "it is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it"
+        why = "HF_HUB_OFFLINE forbids to fetch it"
     return (
-        f"{why}; there is no local folder of this name either. On a machine with network: "
-        f"hf download {repository} --local-dir my_model; then copy the folder here and give its "
-        "path"
+        f"it is not in the local cache, and {why}; there is no local folder of this name either. "
+        f"On a machine with network: hf download {repository} --local-dir my_model; then copy the "
+        "folder here and give its path"
     )
 
 
@@ -146,9 +146,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"it has {max(names, key=names.count)!r} twice")
     return found
-
-
-def _items(node: Any) -> list[Any]:
-    if isinstance(node, dict):
-        return list(node.values())
-    return node if isinstance(node, list) else []

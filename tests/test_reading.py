@@ -36,7 +36,7 @@ def test_a_large_file(tmp_path: Path) -> None:
 
 
 def test_levels() -> None:
-    assert parse_mapping(nested(99))
+    assert parse_mapping(nested(100))
     for levels in (101, 10**5):
         with pytest.raises(ValueError, match="deeper than 100 levels"):
             parse_mapping(nested(levels))
