@@ -19,7 +19,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import adapter_of
-from flowgrpo_rc.models.index import absent_components
+from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.plugins import check_options, install_hint, load_class
 from flowgrpo_rc.rollout.config import PACKAGE
 from flowgrpo_rc.rollout.engine import RolloutEngine
@@ -162,7 +162,8 @@ def _check_options_on(config: Config, device: torch.device) -> None:
     absent: list[str] = []
     if config.model.kind == "diffusion":
         pipeline_class = adapter_of(config.model).serves()
-        absent = absent_components(config.model)
+        index = read_index(config.model)
+        absent = [name for name, value in index.items() if value == ABSENT]
     try:
         engine.check(pipeline_class, absent, device, engine_options(config))
     except ValueError as error:

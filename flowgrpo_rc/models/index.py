@@ -28,31 +28,20 @@ def read_index(config: ModelConfig) -> dict[str, Any]:
             f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}"
         ) from error
     for name, value in index.items():
-        is_setting = value is None or isinstance(value, bool | int | float)
-        if not (name.startswith("_") or is_setting or _is_component(value)):
-            raise ValueError(
-                f"model.path={config.path}: its {name} is {value}, which is neither a library and "
-                f"a class, nor a setting, in {INDEX_FILES['diffusion']}"
-            )
         match value:
-            case [str() as library, *_] if library not in _LIBRARIES:
+            case [str() as library, str()] if library not in _LIBRARIES:
                 raise ValueError(
                     f"model.path={config.path}: its {name} is {value}, and only classes of "
                     f"{' and '.join(_LIBRARIES)} are loaded: code of a model is never run"
                 )
+            case None | bool() | int() | float() | [str(), str()] | [None, None]:
+                continue
+        if not name.startswith("_"):
+            raise ValueError(
+                f"model.path={config.path}: its {name} is {value}, which is neither a library and "
+                f"a class, nor a setting, in {INDEX_FILES['diffusion']}"
+            )
     return index
-
-
-def absent_components(config: ModelConfig) -> list[str]:
-    """Lists the components of its pipeline that a checkpoint lacks, by model_index.json alone."""
-    return [name for name, value in read_index(config).items() if value == ABSENT]
-
-
-def _is_component(value: Any) -> bool:
-    """Returns whether a value of model_index.json names a class, or says that there is none."""
-    if not isinstance(value, list) or len(value) != 2:
-        return False
-    return value == ABSENT or all(isinstance(word, str) for word in value)
 
 
 def model_file(path: str, name: str) -> Path:
