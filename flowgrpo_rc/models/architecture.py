@@ -83,25 +83,21 @@ def _component(config: ModelConfig, name: str, library: str | None, class_name: 
     """A scheduler, or a model in the precision that `load_model` gives it; None for all others."""
     if library is None or class_name is None:
         return None
-    cls = component_class(config, name, library, class_name)
-    with blaming(f"model.path={config.path}: the settings of its {name}"):
-        return _built(config, name, cls)
-
-
-def _built(config: ModelConfig, name: str, cls: Any) -> Any:
+    cls: Any = component_class(config, name, library, class_name)
     dtype = torch.float32 if name == "vae" else DTYPES[config.dtype]
-    if issubclass(cls, PreTrainedModel):
-        settings = cls.config_class.from_pretrained(config.path, subfolder=name)
-        _check_layers(f"{name}/config.json", settings.to_dict())
-        with META:
-            return cls(settings).to(dtype)
-    if issubclass(cls, ModelMixin):
-        settings = cls.load_config(config.path, subfolder=name)
-        _check_layers(f"{name}/config.json", settings)
-        with META:
-            return cls.from_config(settings).to(dtype)
-    if issubclass(cls, SchedulerMixin):
-        return cls.from_config(cls.load_config(config.path, subfolder=name))
+    with blaming(f"model.path={config.path}: the settings of its {name}"):
+        if issubclass(cls, PreTrainedModel):
+            settings = cls.config_class.from_pretrained(config.path, subfolder=name)
+            _check_layers(f"{name}/config.json", settings.to_dict())
+            with META:
+                return cls(settings).to(dtype)
+        if issubclass(cls, ModelMixin):
+            settings = cls.load_config(config.path, subfolder=name)
+            _check_layers(f"{name}/config.json", settings)
+            with META:
+                return cls.from_config(settings).to(dtype)
+        if issubclass(cls, SchedulerMixin):
+            return cls.from_config(cls.load_config(config.path, subfolder=name))
     return None
 
 
