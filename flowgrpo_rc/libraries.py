@@ -4,7 +4,6 @@ without the Python code that a model may bring along, and without random numbers
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -48,16 +47,19 @@ def quiet(*libraries: str) -> Iterator[None]:
 
 @contextmanager
 def loading(where: str) -> Iterator[None]:
-    """Says which model, named by a setting, is refused because its code would have to run."""
-    try:
-        yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"{where} needs Python code that comes with the model, and such code is never run: "
-            "give a model whose classes transformers and diffusers have themselves"
-        ) from error
+    """Names a model, or a part of one, that a library cannot load, or only with code of its own."""
+    from flowgrpo_rc.reading import blaming
+
+    with blaming(where):
+        try:
+            yield
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(
+                f"{where} needs Python code that comes with the model, and such code is never run: "
+                "give a model whose classes transformers and diffusers have themselves"
+            ) from error
 
 
 @contextmanager
@@ -90,40 +92,32 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
     """
     import torch
 
+    from flowgrpo_rc.reading import read_mapping
+
     folder = Path(place)
+    given = f"{where}: {folder.name}"
     files = sorted(folder.glob("*.safetensors"))
     settings = folder / "config.json"
-    try:
-        known = json.loads(settings.read_bytes()) if settings.is_file() else {}
-        if known.get("quantization_config") is not None:
+    if folder.is_dir() and not files:
+        raise ValueError(
+            f"{given} has no *.safetensors; if its repository of the Hub has one variant alone, "
+            "such as fp16, give the folder that `hf download NAME --local-dir FOLDER` makes"
+        )
+    with loading(given):
+        whole = [name for each in files for name in _integers(each, given)]
+        if settings.is_file() and read_mapping(settings).get("quantization_config") is not None:
             raise ValueError(
-                f"{folder.name}/{settings.name} sets quantization_config: give weights that are "
-                "not quantized"
+                f"{given}/{settings.name} sets quantization_config: give weights that are not "
+                "quantized"
             )
-        with loading(where):
-            model, report = cls.from_pretrained(
-                place,
-                variant=_variant(file.name for file in files),
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # the report has them
-                output_loading_info=True,
-                **options,
-            )
-    # The border to the libraries, which raise what they like.
-    except Exception as error:
-        broken = [file.name for file in files if not _is_whole(file)]
-        if broken:
-            reason = f"{folder.name}/{broken[0]} is no whole file of weights"
-        elif isinstance(error, KeyError):
-            reason = f"{folder.name} cannot be read: {error} is missing or unknown"
-        else:
-            reason = " ".join(str(error).split())
-        if folder.is_dir() and not files:
-            reason += (
-                ". It has no *.safetensors; if its repository of the Hub has one variant alone, "
-                "such as fp16, give the folder that `hf download NAME --local-dir FOLDER` makes"
-            )
-        raise ValueError(reason if where in reason else f"{where}: {reason}") from error
+        model, report = cls.from_pretrained(
+            place,
+            variant=_variant(file.name for file in files),
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # the report has them
+            output_loading_info=True,
+            **options,
+        )
     file = f"{folder.name}/{files[0].name}" if len(files) == 1 else f"the files of {place}"
     kind = type(model).__name__
     unknown = [key for key in report["unexpected_keys"] if not re.search(spare, key)]
@@ -137,7 +131,6 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
         raise ValueError(f"{where}: {name} is {found} in {file}, and has to be {own} in a {kind}")
     if unknown:
         raise ValueError(f"{where}: {file} holds {_first(unknown)}, which no {kind} has")
-    whole = [name for each in files for name in _integers(each)]
     if whole:
         raise ValueError(f"{where}: {file} holds {_first(whole)} in integers, which are no weights")
     # A sum is finite only if all of its numbers are, and needs no mask of their size.
@@ -153,15 +146,8 @@ def load_tokenizer(cls: Any, place: str, where: str, **options: Any) -> Any:
 
     The arguments are those of `load_weights`.
     """
-    try:
-        with loading(where):
-            tokenizer = cls.from_pretrained(place, **options)
-    # The border to the libraries, which raise what they like.
-    except Exception as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        if where in reason:
-            raise
-        raise ValueError(f"{where} cannot be read: {' '.join(reason.split())}") from error
+    with loading(where):
+        tokenizer = cls.from_pretrained(place, **options)
     folder, files = Path(place, options.get("subfolder", "")), dict(tokenizer.vocab_files_names)
     whole = files.pop("tokenizer_file", None)  # None: tokens are bytes, or it has raised
     others = files.values() or ["tokenizer.model"]
@@ -186,21 +172,14 @@ def _variant(names: Iterable[str]) -> str | None:
     return found.pop()
 
 
-def _integers(file: Path) -> list[str]:
+def _integers(file: Path, given: str) -> list[str]:
     """Returns the names of weights that a file holds as integers; libraries cast them."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as stored:
-        names = [name for name in stored.keys() if name.endswith("weight")]  # noqa: SIM118
-        kinds = {name: stored.get_slice(name).get_dtype() for name in names}
-    return [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]
-
-
-def _is_whole(file: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
+        with safe_open(file, framework="pt") as stored:
+            names = [name for name in stored.keys() if name.endswith("weight")]  # noqa: SIM118
+            kinds = {name: stored.get_slice(name).get_dtype() for name in names}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{given}/{file.name} is no whole file of weights") from error
+    return [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]

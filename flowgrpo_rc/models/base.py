@@ -453,7 +453,7 @@ def _load_pipeline(config: ModelConfig, pipeline_class: Any, folder: Path) -> An
             dtype = torch.float32 if name == "vae" else DTYPES[config.dtype]
             parts[name] = load_weights(cls, place, given, dtype=dtype)
         else:
-            with blaming(f"{given}: its {name}"), loading(f"{given}: its {name}"):
+            with loading(f"{given}: its {name}"):
                 parts[name] = cls.from_pretrained(place)
     with blaming(f"{given}: {INDEX_FILES['diffusion']}"):
         pipeline = pipeline_class(**parts)

@@ -197,8 +197,7 @@ def _context(config: ModelConfig) -> int | None:
     from transformers import AutoConfig
 
     model_file(config.path, INDEX_FILES["causal_lm"])
-    where = f"model.path={config.path}"
-    with blaming(where), loading(where):
+    with loading(f"model.path={config.path}"):
         whole = AutoConfig.from_pretrained(config.location(), trust_remote_code=False)
     settings = whole.get_text_config(decoder=True)
     found = (getattr(settings, name, None) for name in _POSITIONS)

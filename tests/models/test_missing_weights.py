@@ -56,7 +56,7 @@ def damage(file: Path, how: str) -> str:
             return f"{told} is no whole file of weights"
         case "pickled":
             file.rename(file.with_name("pytorch_model.bin"))
-            return rf"safetensors.*{file.parent.name}.*has no \*\.safetensors; .* `hf download"
+            return rf"{file.parent.name} has no \*\.safetensors; .* `hf download"
         case "quantized":
             settings(file.parent, {"quantization_config": {"quant_method": "of tomorrow"}})
             return rf"{file.parent.name}/config\.json sets quantization_config"
