@@ -68,6 +68,7 @@ def test_masked_models_are_refused(tiny_lm: Path, tmp_path: Path) -> None:
         (tmp_path / "model" / file).unlink()
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = ModelConfig(kind="causal_lm", path=str(tmp_path / "model"))
+    torch.manual_seed(0)
     for decodes in (False, True):
         settings = BertConfig(vocab_size=15, is_decoder=decodes, initializer_range=0.3, **sizes)
         BertLMHeadModel(settings).save_pretrained(config.path)
@@ -99,7 +100,8 @@ def test_decode_drops_ends_and_what_the_mask_leaves_out(lm: CausalLM) -> None:
     assert lm.decode(ids, mask) == ["01", ""]
 
 
-def test_a_folder_that_is_no_language_model(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_language_model(tiny_lm: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_lm / "model.safetensors", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"^model\.path=.*Unrecognized model"):
         load_causal_lm(ModelConfig(kind="causal_lm", path=str(tmp_path)), CPU)
