@@ -1,11 +1,14 @@
-"""Reading what other people may have written: small JSON files, and blame for what is damaged or
-cannot be had from the Hub.
+"""Reading what other people may have written: small JSON files, weights and tokenizers, and blame
+for what is damaged or cannot be had from the Hub.
+
+No Python code that a model brings along is run, and no random numbers stand for lost weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,12 @@ from huggingface_hub.errors import (
 ANSWER_S = 5.0  # for the Hub to answer a first question
 _MOST_BYTES = 64 * 2**20
 _MOST_LEVELS = 100  # of lists and mappings inside of one another; readers walk them by recursion
+# Names of files of weights, as they are, in parts, or of a variant such as fp16.
+_WEIGHTS = re.compile(
+    r"(?:diffusion_pytorch_)?model(?:-\d+-of-\d+)?(?:\.(\w+))?(?:-\d+-of-\d+)?\.safetensors"
+)
+# Constants that older versions of the libraries wrote beside the weights.
+_CONSTANTS = r"position_ids$|inv_freq$|masked_bias$"
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -66,6 +75,101 @@ def blaming(what: Path | str) -> Iterator[None]:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         first = (reason or type(error).__name__).splitlines()[0]
         raise ValueError(f"{what} cannot be read: {first}") from error
+
+
+@contextmanager
+def loading(where: str) -> Iterator[None]:
+    """Names a model, or a part of one, that a library cannot load, or only with code of its own."""
+    with blaming(where):
+        try:
+            yield
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(
+                f"{where} needs Python code that comes with the model, and such code is never run: "
+                "give a model whose classes transformers and diffusers have themselves"
+            ) from error
+
+
+def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **options: Any) -> Any:
+    """Loads a model of transformers or diffusers from safetensors, with all of its weights.
+
+    Args:
+      cls: the class, which has `from_pretrained`.
+      place: the model's own folder, or a hub id.
+      where: what to blame, such as the setting that names the model.
+      spare: regular expression of tensors that the files may hold besides.
+      options: further arguments of `from_pretrained`.
+
+    Raises:
+      ValueError: weights are missing, unknown, quantized, not finite or of another shape, or a
+        file holds none; it names tensor and file. transformers alone would fill the gaps with
+        random numbers.
+    """
+    import torch
+
+    folder = Path(place)
+    given = f"{where}: {folder.name}"
+    files = sorted(folder.glob("*.safetensors"))
+    settings = folder / "config.json"
+    if folder.is_dir() and not files:
+        raise ValueError(
+            f"{given} has no *.safetensors; if its repository of the Hub has one variant alone, "
+            "such as fp16, give the folder that `hf download NAME --local-dir FOLDER` makes"
+        )
+    with loading(given):
+        whole = [name for each in files for name in _integers(each, given)]
+        if settings.is_file() and read_mapping(settings).get("quantization_config") is not None:
+            raise ValueError(
+                f"{given}/{settings.name} sets quantization_config: give weights that are not "
+                "quantized"
+            )
+        model, report = cls.from_pretrained(
+            place,
+            variant=_variant(file.name for file in files),
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # the report has them
+            output_loading_info=True,
+            **options,
+        )
+    file = f"{folder.name}/{files[0].name}" if len(files) == 1 else f"the files of {place}"
+    kind = type(model).__name__
+    unknown = [key for key in report["unexpected_keys"] if not re.search(spare, key)]
+    unknown = [key for key in unknown if not re.search(_CONSTANTS, key)]
+    shapes = {key: (list(found), list(own)) for key, found, own in report["mismatched_keys"]}
+    missing = set(report["missing_keys"]) - shapes.keys()
+    if missing:
+        raise ValueError(f"{where}: {file} lacks {_first(missing)}, which a {kind} needs")
+    if shapes:
+        name, (found, own) = min(shapes.items())
+        raise ValueError(f"{where}: {name} is {found} in {file}, and has to be {own} in a {kind}")
+    if unknown:
+        raise ValueError(f"{where}: {file} holds {_first(unknown)}, which no {kind} has")
+    if whole:
+        raise ValueError(f"{where}: {file} holds {_first(whole)} in integers, which are no weights")
+    # A sum is finite only if all of its numbers are, and needs no mask of their size.
+    sums = {name: one.sum(dtype=torch.float32) for name, one in model.named_parameters()}
+    odd = [name for name, total in sums.items() if not total.isfinite()]
+    if odd:
+        raise ValueError(f"{where}: {file} holds numbers that are not finite in {_first(odd)}")
+    return model
+
+
+def load_tokenizer(cls: Any, place: str, where: str, **options: Any) -> Any:
+    """Loads a tokenizer. ValueError if its vocabulary is lost, without which all text is unknown.
+
+    The arguments are those of `load_weights`.
+    """
+    with loading(where):
+        tokenizer = cls.from_pretrained(place, **options)
+    folder, files = Path(place, options.get("subfolder", "")), dict(tokenizer.vocab_files_names)
+    whole = files.pop("tokenizer_file", None)  # None: tokens are bytes, or it has raised
+    others = files.values() or ["tokenizer.model"]
+    lost = [name for name in others if not (folder / name).is_file()]
+    if whole and lost and folder.is_dir() and not (folder / whole).is_file():
+        raise ValueError(f"{where} has neither {whole} nor {', '.join(lost)}")
+    return tokenizer
 
 
 def check_on_hub(repository: str, names: Sequence[str], *, key: str) -> None:
@@ -146,3 +250,31 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"it has {max(names, key=names.count)!r} twice")
     return found
+
+
+def _first(names: Collection[str]) -> str:
+    first, others = sorted(names)[:2], len(names) - 2
+    return ", ".join(first) + (f" and {others} more" if others > 0 else "")
+
+
+def _variant(names: Iterable[str]) -> str | None:
+    """Returns the variant whose weights alone are there, such as fp16; None for plain ones."""
+    found = {match[1] for name in names if (match := _WEIGHTS.fullmatch(name))}
+    if None in found or not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(f"it has weights of the variants {', '.join(sorted(found))}: keep one")
+    return found.pop()
+
+
+def _integers(file: Path, given: str) -> list[str]:
+    """Returns the names of weights that a file holds as integers; libraries cast them."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as stored:
+            names = [name for name in stored.keys() if name.endswith("weight")]  # noqa: SIM118
+            kinds = {name: stored.get_slice(name).get_dtype() for name in names}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{given}/{file.name} is no whole file of weights") from error
+    return [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]

@@ -20,11 +20,10 @@ import transformers
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flowgrpo_rc.libraries import load_tokenizer
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of, component_class
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import read_index
-from flowgrpo_rc.reading import blaming, read_mapping
+from flowgrpo_rc.reading import blaming, load_tokenizer, read_mapping
 
 META = torch.device("meta")
 _MOST_LAYERS = 1000  # ten times those of the largest models

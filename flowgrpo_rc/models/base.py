@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
-from flowgrpo_rc.libraries import load_weights, loading, unasked
+from flowgrpo_rc.libraries import unasked
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
@@ -36,7 +36,7 @@ from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
 from flowgrpo_rc.plugins import concrete_subclasses, load_class
-from flowgrpo_rc.reading import blaming
+from flowgrpo_rc.reading import blaming, load_weights, loading
 
 # A prompt's text and its images.
 Edit = tuple[str, tuple[str | bytes, ...]]

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flowgrpo_rc import libraries
+from flowgrpo_rc import reading
 from flowgrpo_rc.batch import Said
-from flowgrpo_rc.libraries import load_weights, loading
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import model_file
-from flowgrpo_rc.reading import blaming, read_mapping
+from flowgrpo_rc.reading import blaming, load_weights, loading, read_mapping
 
 # How config.json calls the number of positions: most models, MPT, decoders of speech.
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
@@ -174,7 +173,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
     model_file(config.path, INDEX_FILES["causal_lm"])
     where, place = f"model.path={config.path}", config.location()
-    return libraries.load_tokenizer(AutoTokenizer, place, where, trust_remote_code=False)
+    return reading.load_tokenizer(AutoTokenizer, place, where, trust_remote_code=False)
 
 
 def check_context(config: ModelConfig, prompt: int, response: int, most: int | None) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_rc import libraries
-from flowgrpo_rc.libraries import load_weights
-from flowgrpo_rc.reading import check_on_hub
+from flowgrpo_rc import reading
+from flowgrpo_rc.reading import check_on_hub, load_weights
 from flowgrpo_rc.rewards.base import check_at_least_one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,11 +79,11 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Loads the tokenizer of a scoring model, by the rules of `libraries.load_tokenizer`."""
+    """Loads the tokenizer of a scoring model, by the rules of `reading.load_tokenizer`."""
     from transformers import AutoTokenizer
 
     where = f"path={str(path)!r}"
-    return libraries.load_tokenizer(AutoTokenizer, str(path), where, trust_remote_code=False)
+    return reading.load_tokenizer(AutoTokenizer, str(path), where, trust_remote_code=False)
 
 
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str, spare: str = "$^") -> Any:
