@@ -100,7 +100,8 @@ def assemble(
     check_output(config, sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
     # An engine that copies the network has to see it whole, before it is sharded.
-    copied = config.samples_here() and engine_of(config).copies_network
+    samples_here = config.data.replay_dir is None and config.rollout.workers == 0
+    copied = samples_here and engine_of(config).copies_network
     if not copied:
         shard(config, network, processes)
     source = make_source(config, task, sampler, rewards, processes, first_step=first_step)

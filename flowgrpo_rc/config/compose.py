@@ -223,11 +223,13 @@ def _translated(
     for name, section in (("diffusion_loss", DiffusionLossConfig), ("token_loss", TokenLossConfig)):
         if isinstance(tree["actor"][name], dict):
             tree["actor"][name] = with_options(tree["actor"][name], section)
-    known = {key: value for layer in file.corrections() for key, value in layer.items()}
+    layers = file.corrections()
+    known = {key: value for layer in layers for key, value in layer.items()}
     from_groups = {
         key: value for key, value in in_file.items() if key not in known or known[key] != value
     }
-    config, notes = rollout_correction([*file.chosen_corrections(), from_groups, correction])
+    chosen = layers[-1:] if file.is_block and layers[-1] else layers  # a block's own is a whole one
+    config, notes = rollout_correction([*chosen, from_groups, correction])
     try:
         typed = OmegaConf.merge(typed_tree(), tree)
         typed.reward.terms = tree["reward"]["terms"]  # without those of the dataclass

@@ -59,11 +59,6 @@ class ConfigFile:
             layers += [own] if parent is None else parent.corrections()
         return layers
 
-    def chosen_corrections(self) -> list[dict[str, Any]]:
-        """Returns those of the corrections that count."""
-        own = self._own_correction()
-        return [own] if self.is_block and own else self.corrections()
-
     def _own_correction(self) -> dict[str, Any]:
         roots = ((path, self.tree.get(path.split(".")[0]) or {}) for path in CORRECTION)
         sections = ((path, root.get("rollout_correction", {})) for path, root in roots)

@@ -29,6 +29,8 @@ from flowgrpo_rc.rewards.manager import RewardConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
+_CLIP = "clip_ratio"
+
 
 @dataclass(kw_only=True)
 class DataConfig:
@@ -132,30 +134,23 @@ class Config:
         assert not isinstance(band, Tensor)  # it is a number unless it follows the mismatch
         return band
 
-    def fixed_clip(self) -> float | None:
-        """Returns the number that `clip_ratio=auto:k` stands for where no mismatch can be followed.
+    def with_fixed_clip(self) -> Config:
+        """Returns the settings with a number for a `clip_ratio=auto:k` that follows no mismatch.
 
         In decoupled mode the ratio compares two forwards of the training graph, and from saved
         samples the policy moves away with every update. REINFORCE and some losses clip nothing:
-        they get the default, which has no effect there. None where the clip follows the mismatch,
-        and where it is a number already.
+        they get the default, which has no effect there.
         """
         section, correction = self.actor.diffusion_loss, self.algorithm.rollout_correction
-        if "clip_ratio" not in section.auto or self.model.kind == "causal_lm":
-            return None
-        if correction.loss_type == "reinforce" or not section.reads("clip_ratio"):
-            return float(DiffusionLossConfig().clip_ratio)
-        # Guard's clip is on another scale, so that no number here could stand for it.
-        if section.step_loss().needs_density:
-            return None
+        if _CLIP not in section.auto or self.model.kind == "causal_lm":
+            return self
+        number = DECOUPLED_CLIP
         compares = correction.corrects_in_loss and self.data.replay_dir is None
-        option = section.bounded_option(self.rollout.algo.log_prob_convention)
-        return None if compares and option == "clip_ratio" else DECOUPLED_CLIP
-
-    def with_fixed_clip(self) -> Config:
-        """Returns the settings with `fixed_clip` in place of an `auto` clip that cannot follow."""
-        number = self.fixed_clip()
-        if number is None:
+        if correction.loss_type == "reinforce" or not section.reads(_CLIP):
+            number = float(DiffusionLossConfig().clip_ratio)
+        elif section.step_loss().needs_density:
+            return self  # Guard's clip is on another scale: no number here could stand for it
+        elif compares and section.bounded_option(self.rollout.algo.log_prob_convention) == _CLIP:
             return self
         section = replace(self.actor.diffusion_loss, clip_ratio=number)
         return replace(self, actor=replace(self.actor, diffusion_loss=section))
@@ -195,10 +190,6 @@ class Config:
             return "actor.old_log_probs=recompute"
         sees_rows = self.model.kind == "causal_lm" or self.rollout.window()[0] == 1
         return why_recompute(self.algorithm.rollout_correction, sees_rows=sees_rows)
-
-    def samples_here(self) -> bool:
-        """Returns whether the trainer's own processes sample for training."""
-        return self.data.replay_dir is None and self.rollout.workers == 0
 
     def gpus_per_worker(self, device_type: str) -> float:
         """Returns the GPUs of a rollout worker, by default all that its engine spans on `cuda`."""

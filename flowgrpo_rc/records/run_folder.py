@@ -27,8 +27,6 @@ from flowgrpo_rc.records.checkpoint import PARTIAL
 from flowgrpo_rc.records.inputs import Input, changed_inputs, of_setting, same_content, write_inputs
 from flowgrpo_rc.redaction import redact, redact_command
 
-# How the path of a program ends that trains; launched processes have the last.
-_PROGRAMS = ("flowgrpo-rc", "flowgrpo_rc/cli.py", "flowgrpo_rc/train.py")
 _PACKAGES = "flowgrpo-rc torch diffusers transformers peft accelerate rapidocr"
 # Keys that may differ between two commands on one run: they change the result by rounding at most.
 # The length of the run is checked by itself.
@@ -119,8 +117,11 @@ class RunFolder:
         portable = with_references(redact(config))
         write_atomic(self.config, yaml.safe_dump(portable, sort_keys=False).encode())
         write_inputs(self.inputs, inputs)
+        # Of processes that are launched the program is the file of flowgrpo_rc.train.
+        program = Path(sys.argv[0]).name
+        typed = ["flowgrpo-rc", "train"] if program == "train.py" else [program]
         environment = {
-            "command": redact_command(own_command()),
+            "command": redact_command([*typed, *sys.argv[1:]]),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "processes": processes,
             "threads": torch.get_num_threads(),
@@ -188,14 +189,6 @@ class RunFolder:
                 path.unlink()
             else:
                 shutil.rmtree(path)
-
-
-def own_command() -> list[str]:
-    """Returns the words that started this process; of a training, those that a user types."""
-    program, *words = sys.argv
-    if not program.endswith(_PROGRAMS):
-        return sys.argv
-    return ["flowgrpo-rc", "train", *(words[1:] if words[:1] == ["train"] else words)]
 
 
 def check_writable(root: Path, *, needed_bytes: int) -> None:
