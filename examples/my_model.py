@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, linear_schedule, unpack
+from flowgrpo_rc.models.layout import check_size, dynamic_shift, shifted_schedule, unpack
 
 
 class Chroma(FlowModel):
@@ -59,9 +59,8 @@ class Chroma(FlowModel):
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns evenly spaced sigmas, shifted for the number of tokens."""
         rows, columns = self._patches(spec)
-        return linear_schedule(
-            self.scheduler, spec.num_inference_steps, rows * columns, self.device
-        )
+        mu = dynamic_shift(self.scheduler, rows * columns)
+        return shifted_schedule(self.scheduler, spec.num_inference_steps, mu, self.device)
 
     def velocity(
         self,

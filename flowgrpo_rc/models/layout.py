@@ -89,13 +89,6 @@ def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
     return float(num_tokens * slope + (config.base_shift - slope * config.base_image_seq_len))
 
 
-def linear_schedule(
-    scheduler: Any, num_steps: int, num_tokens: int, device: torch.device
-) -> Schedule:
-    """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted for the size of the picture."""
-    return shifted_schedule(scheduler, num_steps, dynamic_shift(scheduler, num_tokens), device)
-
-
 def shifted_schedule(scheduler: Any, num_steps: int, mu: float, device: torch.device) -> Schedule:
     """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted in time by `mu`."""
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu, device=device)
@@ -140,7 +133,8 @@ class PackedModel(FlowModel):
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns evenly spaced sigmas, shifted for the number of tokens."""
         num_tokens, _ = self.latent_shape(spec)
-        return linear_schedule(self.scheduler, spec.num_inference_steps, num_tokens, self.device)
+        mu = dynamic_shift(self.scheduler, num_tokens)
+        return shifted_schedule(self.scheduler, spec.num_inference_steps, mu, self.device)
 
     def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
         """Returns rows and columns of the image's tokens."""
