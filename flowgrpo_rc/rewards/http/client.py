@@ -124,12 +124,11 @@ class JsonClient:
         """Sends several requests; returns the answer to each in order, or why it has none.
 
         The call counts as failed if no request was answered. After too many failures the server is
-        left alone for a while, and ServerError is raised.
+        left alone for a while.
         """
         if (left := self._closed_until - time.monotonic()) > 0:
-            raise ServerError(
-                f"left alone for another {left:.0f} s after {self._failures} failures in a row"
-            )
+            why = f"left alone for another {left:.0f} s after {self._failures} failures in a row"
+            return [ServerError(why)] * len(bodies)
         answers = asyncio.run(
             self._ask_all(path, bodies, concurrency, self.deadline_s, attempts=self.max_attempts)
         )

@@ -50,10 +50,7 @@ class VlmServer(Vlm):
         """Asks several questions at a time; a busy server is asked again by the client."""
         bodies = [self._request(question) for question in questions]
         path = "/chat/completions"
-        try:
-            replies = self._client.post_all(path, bodies, concurrency=self._concurrency)
-        except ServerError as error:
-            replies = [error] * len(questions)
+        replies = self._client.post_all(path, bodies, concurrency=self._concurrency)
         return [_answer(reply) for reply in replies]
 
     def quote(self, text: str) -> str:

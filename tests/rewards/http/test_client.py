@@ -114,7 +114,7 @@ def test_a_server_that_keeps_failing_is_left_alone_for_a_while():
             assert "answered 500" in str(client.post_all("/", [{}])[0])
         for failures in (2, 3):
             with pytest.raises(ServerError, match=f"left alone .* after {failures} failures"):
-                client.post_all("/", [{}])
+                client.post_each("/", [{}])
             time.sleep(0.6)
             if failures == 2:  # one more failure opens the next pause
                 assert "answered 500" in str(client.post_all("/", [{}])[0])
