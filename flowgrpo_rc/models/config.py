@@ -8,7 +8,6 @@ from typing import Any
 
 from flowgrpo_rc.plugins import check_choice, check_least
 
-LORA_INITS = ("gaussian", "default")
 # Endings of files that hold the weights of a whole model, which other programs load.
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".bin", ".gguf")
 # Arguments of apply_chat_template that are no options of the template.
@@ -72,7 +71,7 @@ class ModelConfig:
         """Raises ValueError for settings that cannot work or have no effect; loads nothing."""
         check_choice("model.kind", self.kind, INDEX_FILES)
         check_choice("model.dtype", self.dtype, ("fp32", "bf16", "fp64"))
-        check_choice("model.lora_init", self.lora_init, LORA_INITS)
+        check_choice("model.lora_init", self.lora_init, ("gaussian", "default"))
         if self.lora_rank == 0:
             raise ValueError(
                 "model.lora_rank=0: a LoRA is trained and never the weights themselves; give at "

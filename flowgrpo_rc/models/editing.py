@@ -40,15 +40,12 @@ class EditingModel(FlowModel):
         """Encodes prompts together with their images, unless all are text alone."""
         if not spec.condition_images:
             return super().encode_edits(edits, spec, negative=negative)
+        encoded = []
         with self.encoders_at_work(), self._vae.at_work():
-            return Conditioning.join(
-                [
-                    self._encode_edit(
-                        text, [Image.fromarray(read_picture(i)) for i in images], spec
-                    )
-                    for text, images in edits
-                ]
-            )
+            for text, images in edits:
+                pictures = [Image.fromarray(read_picture(image)) for image in images]
+                encoded.append(self._encode_edit(text, pictures, spec))
+        return Conditioning.join(encoded)
 
     def velocity(
         self,

@@ -9,8 +9,6 @@ from torch import nn
 
 T = TypeVar("T")
 
-# Where `Networks` keeps its transformers; names of its parameters begin with it.
-_HOLDER = "networks"
 FIRST = "transformer"  # a pipeline's only transformer, or its first
 
 
@@ -32,7 +30,7 @@ def by_transformer(named: Mapping[str, T]) -> dict[str, dict[str, T]]:
     found: dict[str, dict[str, T]] = {}
     for name, value in named.items():
         component, own = FIRST, name
-        if name.startswith(f"{_HOLDER}."):
+        if name.startswith("networks."):  # where `Networks` keeps its transformers
             _, component, own = name.split(".", 2)
         found.setdefault(component, {})[own] = value
     return found

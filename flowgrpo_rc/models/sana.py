@@ -49,8 +49,7 @@ class Sana(FlowModel):
 
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill patches."""
-        pipeline = self.pipeline
-        side = self.transformer.config.patch_size * pipeline.vae_scale_factor
+        side = self.transformer.config.patch_size * self.pipeline.vae_scale_factor
         check_size(spec, multiple=math.lcm(32, side))
 
     def templated(self, tokenizer: Any, text: str) -> str:

@@ -70,16 +70,11 @@ class Wan(FlowModel):
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
         """Returns channels, frames, height and width of the latents."""
-        pipeline = self.pipeline
         assert spec.num_frames is not None, "a video has frames"
-        frames = 1 + (spec.num_frames - 1) // pipeline.vae_scale_factor_temporal
-        factor = pipeline.vae_scale_factor_spatial
-        return (
-            self.transformer.config.in_channels,
-            frames,
-            spec.height // factor,
-            spec.width // factor,
-        )
+        channels = self.transformer.config.in_channels
+        frames = 1 + (spec.num_frames - 1) // self.pipeline.vae_scale_factor_temporal
+        factor = self.pipeline.vae_scale_factor_spatial
+        return channels, frames, spec.height // factor, spec.width // factor
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns the sigmas and timesteps of the checkpoint's scheduler, starting at 1."""

@@ -33,7 +33,6 @@ class LetterColour(Reward):
     source's border, its letters are what is farthest from it.
     """
 
-    kind = "image"
     part_names = ("painted", "kept")
 
     def check_prompt(self, prompt: Prompt) -> None:
