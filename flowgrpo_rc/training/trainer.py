@@ -20,7 +20,6 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import StopRequest
 from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED, Evaluator, HeldOutScores
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
-from flowgrpo_rc.monitoring.rollouts import staleness
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.records.rollout_files import SavedRollout
@@ -112,7 +111,7 @@ class Trainer:
             if collected.metrics is not None:
                 self._metrics.merge(collected.metrics)
             if self.may_be_stale:
-                self._metrics.merge(staleness(collected.batch.policy_version, step))
+                self._metrics.merge(collected.staleness(step))
             # Before the rewards are waited for: they are scored while this computes.
             with self._timed("old_log_prob"):
                 batch = self._begin(collected.batch, step)

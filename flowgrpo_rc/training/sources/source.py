@@ -27,6 +27,17 @@ class Collected(NamedTuple):
         oldest, newest = torch.stack(self.batch.policy_version.aminmax()).tolist()
         return oldest, newest
 
+    def staleness(self, step: int) -> MetricBag:
+        """Measures how many steps the weights of each sample were behind, and which they were."""
+        version = self.batch.policy_version
+        behind = step - 1 - version  # fresh weights have the version step - 1
+        metrics = MetricBag()
+        metrics.mean("rollout/staleness_mean", behind)
+        metrics.max("rollout/staleness_max", behind)
+        metrics.min("rollout/policy_version_min", version)
+        metrics.max("rollout/policy_version_max", version)
+        return metrics
+
 
 class RolloutSource(ABC):
     """Gives the trainer its trajectories. Steps count from 1."""

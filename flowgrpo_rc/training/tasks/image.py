@@ -21,7 +21,9 @@ from flowgrpo_rc.evaluation.held_out import HeldOut
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.monitoring.rollouts import observe_images
+from flowgrpo_rc.monitoring.conditioning import EVERY, conditioning_error
+from flowgrpo_rc.monitoring.noise import observe_noise
+from flowgrpo_rc.monitoring.pictures import observe_pictures
 from flowgrpo_rc.policies.encode_prompts import KnownPrompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.samples import Shown, film_strips, save_animation, save_grid, with_sources
@@ -100,9 +102,20 @@ class ImageTask(Task):
             )
 
     def observe(self, batch: DiffusionBatch, shown: Shown, step: int) -> MetricBag:
-        """Measures latents, noise, prompts and pictures, with `observe_images`."""
-        prompts, facts = shown.prompts, shown.facts
-        return observe_images(self.model, batch, prompts, facts, step, seeded=self.seeded)
+        """Measures what an engine stores, draws and encodes, and its pictures.
+
+        The share of latents that 16 bits hold is 1 if an engine rounds what it stores, and one in
+        thousands if not. Prompts are encoded again in step 1 and every `EVERY` steps.
+        """
+        metrics = observe_noise(batch, seeded=self.seeded)
+        stored = batch.all_latents[:, -1]
+        metrics.mean("rollout/latents_16bit_fraction", (stored == stored.half()).double())
+        if shown.prompts and step % EVERY == 1:
+            error = conditioning_error(self.model, batch, shown.prompts)
+            metrics.max("rollout/conditioning_error_max", error)
+        if shown.facts is not None:
+            metrics.merge(observe_pictures(shown.facts, batch.group.cpu()))
+        return metrics
 
     @torch.no_grad()
     def sample(
