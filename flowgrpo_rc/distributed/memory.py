@@ -32,7 +32,6 @@ class OutOfMemory(RuntimeError):
             "`flowgrpo-rc plan` computes what needs how much. "
             f"({lines[0] if lines else type(error).__name__})"
         )
-        self.phase = phase
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.thresholds import KEY
 
 MOST_CLIPPED = 0.3  # share of the differences that may lie outside the clip band
 MOST_EQUAL = 0.9  # share of the groups whose rewards may all be equal
@@ -23,8 +24,6 @@ OTHER_PROMPT = 0.5
 _UNQUANTIZED = 2.0
 _LARGEST_SHARE = 0.25
 _LEAST_BOUND = 0.1  # where nothing is left without it
-
-_KEY = "algorithm.rollout_correction"
 
 
 class Setup(NamedTuple):
@@ -46,7 +45,7 @@ class Setup(NamedTuple):
         rules = config.rules()
         is_clear = unquantized is not None and unquantized <= _LARGEST_SHARE
         return cls(
-            recompute=f"{_KEY}.bypass_mode=False" if config.corrects_in_loss else "",
+            recompute=f"{KEY}.bypass_mode=False" if config.corrects_in_loss else "",
             weight_bound=inf if rules.level is None else rules.bounds.upper,
             criteria=f" of {config.rollout_rs}" if config.rollout_rs else "",
             keeps_rejected=config.normalize != "kept",
@@ -59,9 +58,9 @@ class Setup(NamedTuple):
         """Returns what stands for `{narrow}` and the like in the words of a rule."""
         narrow = "raise the precision of the rollout (rollout.dtype)"
         return {
-            "key": _KEY,
+            "key": KEY,
             "narrow": f"{narrow} or set {self.recompute}" if self.recompute else narrow,
-            "band": f"{_KEY}.rollout_rs_threshold{self.criteria}",
+            "band": f"{KEY}.rollout_rs_threshold{self.criteria}",
             "recompute": f"set {self.recompute} or " if self.recompute else "",
             "cause": "noise" if self.fresh else "the age of their policy",
         }

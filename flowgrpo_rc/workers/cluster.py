@@ -102,12 +102,10 @@ def start_workers(
     from flowgrpo_rc.workers.engine import WorkersEngine
 
     try:
-        if not processes.is_main:
-            processes.wait()  # for the pool
-            return WorkersEngine(None, settings, processes.device)
-        engine = WorkersEngine(make_engine, settings, processes.device)
-        processes.wait()
-        return engine
+        if processes.is_main:
+            engine = WorkersEngine(make_engine, settings, processes.device)
+        processes.wait()  # for the pool
+        return engine if processes.is_main else WorkersEngine(None, settings, processes.device)
     except Exception:
         ray.shutdown()
         raise

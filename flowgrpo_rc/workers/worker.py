@@ -61,8 +61,7 @@ class Worker:
 
     def machine(self) -> str:
         """Returns the name of its machine; it is answered when there is room for the worker."""
-        name: str = ray.get_runtime_context().get_node_id()
-        return name
+        return str(ray.get_runtime_context().get_node_id())
 
     def load(self, make_engine: Callable[[], RolloutEngine[Any]]) -> dict[str, str]:
         """Makes the engine, in this process; returns the versions of the packages here."""
