@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 _UPDATE = "actor.ppo_micro_batch_size_per_gpu"
 _ROLLOUT = "rollout.micro_batch_size_per_gpu"
@@ -46,10 +43,3 @@ def out_of_memory_in(phase: str) -> Iterator[None]:
         if isinstance(error, OutOfMemory) or not lacks_memory:
             raise
         raise OutOfMemory(phase, error) from error
-
-
-def free_memory() -> None:
-    """Frees what nothing refers to any more, on the GPU as well."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

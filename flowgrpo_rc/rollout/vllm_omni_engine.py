@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
-from flowgrpo_rc.distributed.memory import free_memory
 from flowgrpo_rc.models.base import DTYPES, FlowModel, Schedule
 from flowgrpo_rc.plugins import check_choice, install_hint
 from flowgrpo_rc.policies.flow import Trajectory
@@ -227,7 +227,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     def _make_room(self) -> None:
         """Gives back what torch keeps of the card, since an engine in another process wakes up."""
         if self._sleeps:
-            free_memory()
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _restart(self, error: EngineLost) -> None:
         """Starts another engine with the same LoRA in place of one that was lost."""

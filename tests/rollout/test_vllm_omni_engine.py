@@ -92,7 +92,7 @@ def test_memory_is_given_back_before_the_engine_wakes_up(monkeypatch, sleep):
             )
 
     monkeypatch.setattr(vllm_omni_engine, "EngineProcess", Child)
-    monkeypatch.setattr(vllm_omni_engine, "free_memory", lambda: done.append("freed"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
     monkeypatch.setattr(VllmOmniEngine, "_question", lambda *_: ("generate", {}, {}))
     monkeypatch.setattr(vllm_omni_engine, "_conditioning", lambda *_: None)
     network = nn.ParameterDict({"lora_A": torch.ones(1), "lora_B": torch.ones(1)})
