@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,13 +142,10 @@ def test_the_command_waits_for_a_run_and_serves_until_it_is_interrupted(
         said = r"http://127\.0\.0\.1:(\d+) .*; no run is there yet, so it waits for one$"
         found = re.search(said, process.stdout.readline())
         assert found is not None
-        for status in (503, 200):
-            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
-            connection.request("GET", "/")
-            assert connection.getresponse().status == status
-            connection.close()
-            if status == 503:
-                run_of(server).rename(later)
+        watched: Any = SimpleNamespace(server_port=int(found[1]))
+        assert ask(watched)[0] == 503
+        run_of(server).rename(later)
+        assert ask(watched)[0] == 200
         process.send_signal(2)
         assert process.wait(60) == 0
 

@@ -23,7 +23,7 @@ from flowgrpo_rc import Prompt, Run
 from flowgrpo_rc.api import Metrics, _settings
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.config.from_python import Overrides, override_lines
+from flowgrpo_rc.config.from_python import override_lines
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.data.prompts import read_prompts
 from flowgrpo_rc.records import progress
@@ -204,9 +204,7 @@ def test_resume_needs_the_function_of_another_session(
     stopped = flowgrpo_rc.train(weighed, rewards=bright, callbacks=[lambda step, _: step == 1])
     monkeypatch.setattr("flowgrpo_rc.rewards.function._given", {})
     for call in (stopped.resume, partial(flowgrpo_rc.evaluate, stopped)):
-        with pytest.raises(
-            ValueError, match=r"Run\.resume take rewards=\{'bright': the function\}"
-        ):
+        with pytest.raises(ValueError, match=r"Run\.resume take rewards=\{'bright': the fun"):
             call()
         with pytest.raises(ValueError, match=r"^reward\.terms\.brigt is set \(did you mean"):
             call(["reward.terms.brigt.weight=2"], rewards=bright)
@@ -227,45 +225,18 @@ def test_a_reward_that_raises_ends_in_one_error_with_its_line(
     def broken(image: np.ndarray, prompt: Prompt) -> float:
         return brightness(image, prompt) / 0
 
-    line = broken.__code__.co_firstlineno + 1
-    place = re.escape(f"broken ({__file__}:{line})")
+    place = re.escape(f"broken ({__file__}:{broken.__code__.co_firstlineno + 1})")
     for verbose in (None, False):
-        with pytest.raises(
-            RewardError, match=rf": .*ZeroDivisionError: .*zero, in .*{place}$"
-        ) as got:
+        with pytest.raises(RewardError, match=rf"ZeroDivisionError: .*, in .*{place}$") as got:
             flowgrpo_rc.train(unrewarded, rewards={"x": broken}, verbose=verbose)
-        cause = got.value.__cause__
-        assert cause is not None
-        assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["broken"]
-        assert len(traceback.extract_tb(got.value.__traceback__)) == 2  # this test and the edge
+        frames = map(traceback.extract_tb, (got.tb, got.value.__cause__.__traceback__))
+        assert [frame[-1].name for frame in frames] == ["called", "broken"]
         assert ("ZeroDivisionError" in capsys.readouterr().err) == (verbose is None)
 
 
-JPEG = {"jpeg": {"quality": 90}}
-
-
-@pytest.mark.parametrize(
-    ("override", "name"),
-    [
-        ({"reward.terms.ocr.weight": 2}, "ocr"),
-        ({"reward.terms": {"jpeg": {"weight": 2}, "ocr": {}}}, "ocr"),
-        (["reward.terms.jpg.weight=2"], r"jpg is set \(did you mean 'jpeg'\?\)"),
-    ],
-)
-def test_an_override_of_a_reward_that_is_left_out_is_refused(
-    override: Overrides, name: str
-) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^reward\.terms\.{name}.* has jpeg: add '.*' to rewards"
-    ):
-        flowgrpo_rc.train(override, rewards=JPEG)
-
-
 def test_an_override_refines_a_reward_and_a_file_does_not() -> None:
-    settings = partial(_settings, config_name=None, config_dir=None)
-    own = {"ocr": {"weight": 0.5}}
-    found = settings(["reward.terms.jpeg.weight=2", "reward.terms.ocr=null"], rewards=JPEG | own)
-    assert found.reward.terms == {"jpeg": {"quality": 90, "weight": 2}, **own}
+    found = _settings(["reward.terms.ocr.threads=2"], None, None, {"ocr": {"weight": 0.5}})
+    assert found.reward.terms == {"ocr": {"weight": 0.5, "threads": 2}}
 
 
 def test_training_in_a_thread_stops_at_its_time(overrides: list[str]) -> None:
@@ -280,15 +251,15 @@ def test_training_in_a_thread_stops_at_its_time(overrides: list[str]) -> None:
     assert found[0].stopped == "trainer.max_time is over"
 
 
+JPEG = {"jpeg": {"weight": 1}}
 WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: flowgrpo_rc.train("rollout.n=8"), r"give a list of overrides"),
     (lambda: flowgrpo_rc.train({"rollout.n": {1, 2}}), r"rollout\.n=\{1, 2\}: a setting is a text"),
     (lambda: flowgrpo_rc.train({"rolout.n": 8}), r"did you mean"),
-    (
-        lambda: flowgrpo_rc.train(rewards={"ocr": 1}),
-        r"""'ocr'\]=1 is no.* \{'ocr': \{"weight": 1""",
-    ),  # type: ignore[dict-item]
-    (lambda: flowgrpo_rc.train(rewards="ocr"), r"""rewards='ocr': give .*"ocr": \{"weight": 1"""),  # type: ignore[arg-type]
+    (lambda: flowgrpo_rc.train(rewards={"ocr": 1}), r"'ocr'\]=1 is no.*\{'ocr': \{\"weight\": 1"),  # type: ignore[dict-item]
+    (lambda: flowgrpo_rc.train(rewards="ocr"), r"rewards='ocr': give .*\"ocr\": \{\"weight\""),  # type: ignore[arg-type]
+    (lambda: flowgrpo_rc.train({"reward.terms": {"jpg": {}}}, rewards=JPEG), r"you mean 'jpeg'"),
+    (lambda: flowgrpo_rc.train(["reward.terms.f.weight=2"], rewards=JPEG), r"jpeg: add 'f' to r"),
     (lambda: Run(Path("nowhere")), r"nowhere is not the folder of a run"),
 )
 

@@ -77,7 +77,6 @@ CALLED = "it is called with a sample and its prompt, or by name: one of sample, 
         (lambda x, image: 0, f"{NO} x; there are answer, of, target, prompt, image"),
         (lambda completions, ids: 0, f"{NO} ids; there are answer, of, target, prompt"),
         (lambda completion, answers: 0, f"{NO} answers; .* of, target, prompt, completion"),
-        (lambda x, row: 0, f"{NO} row; there are answer, of, target, prompt, x"),
     ],
 )
 def test_names_that_nobody_can_give_are_refused_before_a_run(
