@@ -205,6 +205,10 @@ def _register_resolvers() -> None:
         "updates_of_steps", lambda steps, _root_: updates_of_steps(_root_, steps), replace=True
     )
 
+    OmegaConf.register_new_resolver(
+        "per_update", lambda rate, _root_: rate / updates_of_steps(_root_, 1), replace=True
+    )
+
     def of_ratio(ratio: float, _root_: Any) -> int:
         return updates_of_steps(_root_, round(ratio * _root_.trainer.total_training_steps))
 

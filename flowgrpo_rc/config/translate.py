@@ -173,6 +173,10 @@ def _by(row: Any, setting: Setting, given: Given) -> Outcome:
         return Outcome(why=row)
     if "rule" in row:
         return _RULES[row["rule"]](setting, given)
+    if "loss" in row and _loss_of(given) != row["loss"]:
+        return Outcome(why=f"belongs to loss_mode={row['loss']}")
+    if _loss_of(given) in row.get("unread", ()):
+        return Outcome(why=f"not read there with loss_mode={_loss_of(given)}")
     if "if" in row and not _CONDITIONS[row["if"]](setting.value, given):
         return _by(row["else"], setting, given)
     for value, chosen in row.get("at", {}).items():
@@ -182,13 +186,25 @@ def _by(row: Any, setting: Setting, given: Given) -> Outcome:
         return Outcome(why="as here")
     if "stop" in row:
         return Outcome(why=row["stop"], stops=True)
-    if "set" in row:
-        return Outcome(row["set"], row.get("why", ""))
+    found = dict(row.get("set", {}))
+    if "to" in row:
+        name = setting.key.rpartition(".")[2]
+        found[row["to"].replace("*", name)] = _written(row, setting.value)
+    for key, value in row.get("unsaid", {}).items():
+        if key not in given and _own(key) not in given:
+            default = _by(_row_of(key), Setting("", key, value, str(value)), given).settings
+            for name, here in default.items():
+                if name not in given:
+                    found[name] = value if here is AS_GIVEN else here
+    return Outcome(found, row.get("why", ""))
+
+
+def _written(row: Mapping[str, Any], value: Any) -> Any:
+    """Returns a value of the other system as it is written here."""
     for there, here in row.get("values", {}).items():
-        if _same(there, setting.value):
-            return Outcome({row["to"]: here})
-    written = row["as"].replace("VALUE", str(setting.value)) if "as" in row else AS_GIVEN
-    return Outcome({row["to"]: written})
+        if _same(there, value):
+            return here
+    return row["as"].replace("VALUE", str(value)) if "as" in row else AS_GIVEN
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -196,9 +212,8 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
-def _is_dppo(value: Any, given: Given) -> bool:
-    found = [given[key] for key in (*_LOSS, f"{MODEL}.algorithm") if key in given]
-    return found[:1] == ["flow_dppo"]
+def _loss_of(given: Given) -> Any:
+    return next((given[key] for key in (*_LOSS, f"{MODEL}.algorithm") if key in given), None)
 
 
 def _is_positive(value: Any) -> bool:
@@ -223,6 +238,16 @@ def _has_own_template(value: Any, given: Given) -> bool:
     return text != "the user's text"
 
 
+def _draws_more(value: Any, given: Given) -> bool:
+    """Returns whether a run draws more prompts than so many, which verl-omni picks at random."""
+    if value in (None, -1):
+        return False
+    steps, prompts = given.get("trainer.total_training_steps"), given.get("data.train_batch_size")
+    if steps is None or prompts is None or given.get("data.shuffle") is False:
+        return True
+    return bool(steps * prompts > value)
+
+
 def _has_own_tokenizer(value: Any, given: Given) -> bool:
     model = given.get(f"{MODEL}.path", given.get("model.path"))
     return value is not None and not str(value).startswith(f"{model}/")
@@ -230,8 +255,9 @@ def _has_own_tokenizer(value: Any, given: Given) -> bool:
 
 # What `if` names in the table: of the key's value, and of all values.
 _CONDITIONS: Mapping[str, Callable[[Any, Given], bool]] = {
-    "flow_dppo": _is_dppo,
-    "other_loss": lambda value, given: not _is_dppo(value, given),
+    "nft": lambda value, given: _loss_of(given) == "diffusion_nft",
+    "no_fixed_decay": lambda value, given: given.get("algorithm.old_policy_decay") is None,
+    "draws_more": _draws_more,
     "no_loss_mode": lambda value, given: not any(key in given for key in _LOSS),
     "no_total_steps": lambda value, given: given.get("trainer.total_training_steps") is None,
     "window_size": _has_window,

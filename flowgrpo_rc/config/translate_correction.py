@@ -7,6 +7,7 @@ without a note.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +20,13 @@ from flowgrpo_rc.plugins import did_you_mean
 
 Layer = Mapping[str, Any]
 OWN_KEYS = tuple(f.name for f in dataclasses.fields(RolloutCorrectionConfig))
-# slime's settings of the weights, each in two spellings, and of the rejection. The last of each
+# slime's settings of the weights, each in its spellings, and of the rejection. The last of each
 # switches the others on.
 _TIS = (
     ("tis_level", "mis_level"),
     ("tis_mode", "mis_mode"),
-    ("tis_lower_bound", "mis_lower_bound"),
-    ("tis_upper_bound", "mis_upper_bound"),
+    ("tis_lower_bound", "mis_lower_bound", "tis_clip_low"),
+    ("tis_upper_bound", "mis_upper_bound", "tis_clip"),
     ("tis_batch_normalize", "mis_batch_normalize"),
     ("use_tis", "use_rollout_correction"),
 )
@@ -175,6 +176,12 @@ def _translated(given: Layer) -> _Settings:
             continue
         if isinstance(row, str):
             found.notes.append(f"{key}: {row}")
+        elif "stop" in row:
+            if _flag(given[key], key):
+                raise ValueError(f"{KEY}.{key}={given[key]}: {row['stop']}; drop it")
+            found.notes.append(f"{key}={given[key]} changes nothing")
+        elif str(given[key]).rpartition(".")[2] in row.get("as_here", ()):
+            found.notes.append(f"{key}: as here")
         else:
             value = _VALUES[row["value"]](given[key], key)
             found.put(row["to"], row.get("values", {}).get(value, value), key)
@@ -227,6 +234,8 @@ def _slime(given: Layer, found: _Settings) -> None:
     rs_level, rs_lower, rs_upper, reject = (_Given(key, given.get(key)) for key in _RS)
     used: list[_Given] = []
     if weigh.is_on():
+        if mode.value is None and lower.key == "tis_clip_low" and lower.number(0) > 0:
+            mode = lower._replace(value="clip")
         used += [level, mode, upper, normalize]
         found.put("rollout_is", level.value or "token", level.or_else(weigh).key)
         if mode.value is not None:
@@ -266,15 +275,16 @@ def _slime(given: Layer, found: _Settings) -> None:
         found.notes.append(f"{one.key}={one.value} is not used: {why}")
 
 
-def _either(given: Layer, one: str, other: str) -> _Given:
-    """Reads a setting with two names. ValueError if they are given with different values."""
-    first, second = _Given(one, given.get(one)), _Given(other, given.get(other))
-    if None not in (first.value, second.value) and first.value != second.value:
-        raise ValueError(
-            f"{KEY}.{one}={first.value!r} and {KEY}.{other}={second.value!r} contradict: drop one "
-            "of them"
-        )
-    return second.or_else(first)
+def _either(given: Layer, *names: str) -> _Given:
+    """Reads a setting with several names. ValueError if two of them have different values."""
+    found = [_Given(name, given[name]) for name in names if given.get(name) is not None]
+    for first, second in itertools.pairwise(found):
+        if first.value != second.value:
+            raise ValueError(
+                f"{KEY}.{first.key}={first.value!r} and {KEY}.{second.key}={second.value!r} "
+                "contradict: drop one of them"
+            )
+    return found[-1] if found else _Given(names[0], None)
 
 
 def _flag(value: Any, key: str) -> bool:

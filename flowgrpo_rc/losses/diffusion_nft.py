@@ -35,6 +35,7 @@ class DiffusionNFT(ForwardLoss):
     old_decay_rate: float = 0.001  # by which the old policy keeps more of itself in every update
     old_decay_max: float = 0.5  # the most that it keeps
     old_decay_start: int = 0  # updates before that, in which it keeps nothing of itself
+    old_interval: int = 1  # it stays as it is unless the updates so far are a multiple of this
 
     def __post_init__(self) -> None:
         """Raises ValueError for a wrong option."""
@@ -42,13 +43,13 @@ class DiffusionNFT(ForwardLoss):
             raise ValueError(f"beta={self.beta}: give a number above 0")
         if self.times is not None and self.times < 1:
             raise ValueError(f"times={self.times}: give at least 1, or null for the whole schedule")
-        if not 0 <= self.old_decay_rate < math.inf or not 0 <= self.old_decay_max < 1:
+        in_range = 0 <= self.old_decay_rate < math.inf and 0 <= self.old_decay_max < 1
+        if not in_range or self.old_decay_start < 0 or self.old_interval < 1:
             raise ValueError(
-                f"old_decay_rate={self.old_decay_rate}, old_decay_max={self.old_decay_max}: give "
-                "numbers from 0, the second one below 1"
+                f"old_decay_rate={self.old_decay_rate}, old_decay_max={self.old_decay_max}, "
+                f"old_decay_start={self.old_decay_start}, old_interval={self.old_interval}: give "
+                "numbers from 0, the second one below 1, the last one at least 1"
             )
-        if self.old_decay_start < 0:
-            raise ValueError(f"old_decay_start={self.old_decay_start}: give 0 or more updates")
 
     def __call__(self, velocities: Velocities, advantages: Tensor) -> PolicyLoss:
         """Computes the loss of each sample and noise level; see `ForwardLoss`."""
@@ -68,6 +69,8 @@ class DiffusionNFT(ForwardLoss):
 
     def old_decay(self, updates: int) -> float:
         """Returns how much of itself the old policy keeps; see `ForwardLoss`."""
+        if updates % self.old_interval:
+            return 1.0
         rising = self.old_decay_rate * max(updates - self.old_decay_start, 0)
         return min(rising, self.old_decay_max)
 

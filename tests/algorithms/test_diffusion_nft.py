@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from support.image_rollouts import make_spec, sample_images, trained_lora
+from support.verl_omni_commands import NFT
 
 from flowgrpo_rc.algorithms.diffusion_nft.algorithm import ForwardProcess
 from flowgrpo_rc.algorithms.diffusion_nft.graph import VelocityGraph
 from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
-from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.models.lora import lora_parameters, other_weights
+from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+from flowgrpo_rc.models.lora import lora_parameters, other_weights, reference_policy
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.config import ActorConfig, EMAConfig, OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
@@ -26,17 +31,16 @@ ADVANTAGES = (1.5, -3.0, 0.5, 1.0)  # the second one is clipped to -LIMIT
 
 
 def make(
-    model: FlowModel, loss: DiffusionNFT, *, micro: int
+    model: FlowModel, loss: Any, *, micro: int, limit: float = LIMIT, **further: Any
 ) -> tuple[PolicyUpdate, ForwardProcess]:
     algorithm = ForwardProcess(
         VelocityGraph(FlowPolicy(model, model.transformer, steps_per_forward=1)),
         loss,
-        adv_clip_max=LIMIT,
+        adv_clip_max=limit,
         micro_batch_size=micro,
     )
-    actor = ActorConfig(
-        optim=OptimConfig(lr=LR, clip_grad=1e9, weight_decay=0.0), ema=EMAConfig(enable=False)
-    )
+    optim = OptimConfig(lr=LR, clip_grad=1e9, weight_decay=0.0)
+    actor = ActorConfig(optim=optim, ema=EMAConfig(enable=False), **further)
     processes = Processes(Accelerator(cpu=True))
     return PolicyUpdate(algorithm, actor, processes, total_updates=10), algorithm
 
@@ -53,41 +57,62 @@ def weights(model: FlowModel) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in found.items()}
 
 
-def test_the_gradient_is_that_of_the_formula(model: FlowModel, batch: DiffusionBatch) -> None:
-    """By autograd through clean samples predicted from x_t, with a moved current policy."""
-    loss = DiffusionNFT(beta=0.5, times=2)
-    update, algorithm = make(model, loss, micro=2)
+@pytest.mark.parametrize("further", [[], ["mix_beta=0.5", "ref_kl_coef=10", "adv_clip_max=2"]])
+def test_the_script_of_verl_omni_has_the_loss_of_its_code(
+    checkpoint: Path, further: list[str]
+) -> None:
+    """Values and gradient against its formula, by autograd through predicted clean samples."""
+    model = load_model(ModelConfig(path=str(checkpoint), dtype="fp64"), torch.device("cpu"))
+    network = trained_lora(model)
+    spec = make_spec("sde", 1.0, dtype="fp64")
+    batch, _ = sample_images(model, network, spec, [[]])
+    advantages = torch.tensor([1.5, -7.0, 0.5, 1.0], dtype=torch.float64)
+    own = [f"actor_rollout_ref.actor.diffusion_loss.{each}" for each in further]
+    actor = to_config(compose_config([*NFT, *own])).actor
+    chosen = {key: getattr(actor, key) for key in ("use_kl_loss", "kl_loss_coef")}
+    section = actor.diffusion_loss
+    limit = section.adv_clip_max
+    update, algorithm = make(model, section.forward, micro=2, limit=limit, **chosen)
+    named = lora_parameters(network)
     old = weights(model)
     with torch.no_grad():
-        for parameter in lora_parameters(model.transformer).values():
+        for parameter in named.values():
             parameter.add_(0.01)
     policy = algorithm.policy
     ready = algorithm.begin(batch, 1)
+    assert ready.num_steps == spec.num_inference_steps
     now = policy.evaluate(ready)
-    with torch.no_grad(), other_weights(lora_parameters(model.transformer), old):
+    with torch.no_grad(), other_weights(named, old):
         v_old = policy.evaluate(ready).velocity.double()
-    t = ready.sigmas[ready.step_indices].double()[..., None, None, None]
-    clean = ready.all_latents[:, 1:].double()
-    noise = now.target.double() + clean
-    noised = (1 - t) * clean + t * noise
-    r = (torch.tensor(ADVANTAGES).double().clamp(-LIMIT, LIMIT) / LIMIT + 1) / 2
-    total = torch.zeros((), dtype=torch.float64)
-    for share, sign in ((r, 1), (1 - r, -1)):
-        velocity = v_old + sign * 0.5 * (now.velocity.double() - v_old)
-        error = noised - t * velocity - clean
-        weight = error.detach().abs().mean((2, 3, 4), keepdim=True)
-        total = total + (share[:, None] * (error**2 / weight).mean((2, 3, 4)) / 0.5).sum()
-    parameters = list(lora_parameters(model.transformer).values())
-    wanted = torch.autograd.grad(LIMIT * total / 8, parameters)
+    with torch.no_grad(), reference_policy(network):
+        v_ref = policy.evaluate(ready).velocity.double()
 
-    minis = ready.replace(advantages=batch.advantages)
+    beta, coefficient, most = (0.5, 10.0, 2.0) if further else (0.1, 1e-4, 5.0)
+    v = now.velocity.double()
+    t = ready.sigmas[ready.step_indices].double()[..., None, None, None]
+    x0 = ready.all_latents[:, 1:].double()
+    xt = (1 - t) * x0 + t * (now.target.double() + x0)
+    probability = ((advantages.clamp(-most, most) / most) / 2 + 0.5)[:, None]
+    policy_loss = torch.zeros((), dtype=torch.float64)
+    for share, sign in ((probability, 1), (1 - probability, -1)):
+        error = xt - t * (sign * beta * v + (1 - sign * beta) * v_old) - x0
+        weight = error.detach().abs().mean((2, 3, 4), keepdim=True).clip(1e-5)
+        policy_loss = (
+            policy_loss + (most * share * (error**2 / weight).mean((2, 3, 4)) / beta).mean()
+        )
+    ref_kl_loss = ((v - v_ref) ** 2).mean()
+    parameters = list(named.values())
+    wanted = torch.autograd.grad(policy_loss + coefficient * ref_kl_loss, parameters)
+
+    mini = ready.replace(advantages=advantages.unsqueeze(1).expand(4, ready.num_steps))
     found: list[torch.Tensor] = []
-    step = update._step
     update._step = lambda metrics: found.extend(p.grad.clone() for p in parameters)  # type: ignore
-    update._mini_batch(minis, MetricBag())
-    update._step = step  # type: ignore
+    update._mini_batch(mini, bag := MetricBag())
+    measured = [bag.compute()[name] for name in ("pg_loss", "kl_loss")]
+    assert measured == pytest.approx([policy_loss.item(), ref_kl_loss.item()], rel=1e-6)
+    size = torch.cat([gradient.flatten() for gradient in wanted]).norm()
     for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs.float(), rtol=2e-3, atol=2e-7)
+        assert (ours - theirs).norm() <= 1e-6 * size
 
 
 def test_the_old_policy_samples_and_follows(model: FlowModel, batch: DiffusionBatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from support.verl_omni_commands import FOLDER, QWEN_IMAGE, SD35
+from support.verl_omni_commands import FOLDER, NFT, QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import (
@@ -68,12 +68,24 @@ FROM_SD35 = {
     "rollout.engine_kwargs": {},
     "rollout.val_kwargs.guidance_scale": 1.0,  # follows the rollout's
 }
+# `test_diffusion_nft.py` compares its loss, too. There are two updates a step.
+FROM_NFT = {
+    "rollout.name": "diffusers",
+    "rollout.algo.sde_window_size": 0,
+    "actor.use_kl_loss": True,
+    "actor.kl_loss_coef": 1e-4,
+    "actor.diffusion_loss.clip_ratio": 1e-4,
+    "actor.diffusion_loss.options.beta": 0.1,
+    "actor.diffusion_loss.options.old_decay_start": 150,
+    "actor.diffusion_loss.options.old_decay_rate": 0.00375,
+    "actor.diffusion_loss.options.old_interval": 4,
+}
 
 
 @pytest.mark.parametrize(
     ("command", "expected"),
-    [(QWEN_IMAGE, FROM_QWEN_IMAGE), (SD35, FROM_SD35)],
-    ids=["qwen", "sd35"],
+    [(QWEN_IMAGE, FROM_QWEN_IMAGE), (SD35, FROM_SD35), (NFT, FROM_NFT)],
+    ids=["qwen", "sd35", "nft"],
 )
 def test_a_published_command(command: list[str], expected: dict[str, object]) -> None:
     """Every override is in the table or in the result, and none stops the run."""
@@ -183,6 +195,8 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         ("actor_rollout_ref.rollout.width=96", ("rollout.pipeline.width", 96)),
         ("actor_rollout_ref.rollout.noise_level=0.9", ("rollout.algo.noise_level", 0.9)),
         ("data.val_max_samples=-1", ("rollout.val_kwargs.n", None)),
+        ("actor_rollout_ref.model.algorithm=mix_grpo", ("rollout.algo.window_sharing", "batch")),
+        ("actor.fsdp_config.full_determinism=true", ("trainer.deterministic", True)),
         ("trainer.logger=[console,clearml]", ("trainer.logger", ["console"])),
         ("trainer.logger=console", ("trainer.logger", ["console"])),
         ("algorithm.adv_estimator=dance_grpo", ("algorithm.adv_estimator", "flow_grpo")),
@@ -224,6 +238,56 @@ def test_the_trust_region_of_flow_dppo() -> None:
     assert own.actor.diffusion_loss.adv_clip_max == 2
     with pytest.raises(ValueError, match="add_kl_coefficient=false"):
         compose_all([f"{loss}.loss_mode=flow_dppo", f"{loss}.add_kl_coefficient=false"]).check()
+
+
+@pytest.mark.parametrize(
+    ("given", "warm_up", "rate", "most", "interval"),
+    [
+        ("", 0, 0.0, 0.0, 1),
+        ("decay_schedule=linear_to_0_5", 0, 0.001, 0.5, 1),
+        ("decay_schedule=delayed_linear_to_0_999 update_interval=3", 75, 0.0075, 0.999, 3),
+        ("decay_schedule=linear_to_0_5 decay=0.4", 0, 1e9, 0.4, 1),
+        ("decay_schedule=copy decay=null", 0, 0.0, 0.0, 1),
+    ],
+)
+def test_the_schedules_of_the_old_policy(
+    given: str, warm_up: int, rate: float, most: float, interval: int
+) -> None:
+    """verl-omni counts training steps, the first of which is 1; here a step has 4 updates."""
+    own = [f"algorithm.old_policy_{each}" for each in given.split()]
+    command = [line for line in NFT if "old_policy" not in line]
+    config = to_config(compose_config([*command, "actor.ppo_mini_batch_size=6", *own]))
+    loss = config.actor.diffusion_loss.forward
+    assert loss is not None
+    steps = range(1, 700)
+    there = [
+        1.0 if step % interval else 0.0 if step < warm_up else min(rate * (step - warm_up), most)
+        for step in steps
+    ]
+    assert [loss.old_decay(4 * step) for step in steps] == pytest.approx(there, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "algorithm.adv_mode=binary",
+        "algorithm.timestep_fraction=0.6",
+        f"{OTHER}actor.diffusion_loss.adaptive_weight_min=0.001",
+        "data.train_max_samples=7199",  # the run draws 7200
+        "diffusion/model_engine=veomni_diffusion",
+    ],
+)
+def test_what_stops_a_command_of_diffusion_nft(given: str) -> None:
+    with pytest.raises(ValueError, match=rf"would change what is trained: {re.escape(given)} \("):
+        compose_config([*NFT, given])
+
+
+def test_verl_omnis_defaults_hold_with_diffusion_nft() -> None:
+    """They are not the defaults here; words of this project come before them."""
+    bare = [f"{OTHER}model.algorithm=diffusion_nft", "actor.diffusion_loss.old_decay_max=0.3"]
+    own = compose_config(bare).actor.diffusion_loss
+    assert own.loss_mode == "diffusion_nft"
+    assert own.options == {"beta": 0.5, "old_decay_max": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -346,7 +410,7 @@ def test_every_key_beside_a_setting_of_a_peer_is_a_key_here(peer: str) -> None:
     [
         ("actor_rollout_ref.model.target_modules=all-linear", True),
         ("actor_rollout_ref.model.lora_rank=0", True),
-        ("actor_rollout_ref.model.algorithm=diffusion_nft", True),
+        ("actor_rollout_ref.model.algorithm=dpo", True),
         ("actor_rollout_ref.model.custom_chat_template=null", False),
         ("actor_rollout_ref.model.custom_chat_template='Draw {{ messages[-1].content }}'", True),
         ("actor_rollout_ref.model.custom_chat_template='{{ messages[-1].content }}'", False),
@@ -377,6 +441,7 @@ def test_every_key_beside_a_setting_of_a_peer_is_a_key_here(peer: str) -> None:
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.max_num_seqs=32", False),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", False),
         ("trainer.n_gpus_per_node=8", False),
+        ("trainer.v1.sampler.drop_incomplete_groups=True", False),
         ("ray_kwargs.ray_init.num_cpus=4", False),
         ("+ray_kwargs.ray_init.runtime_env.x=4", False),
         ("global_profiler.steps=[1,2]", False),

@@ -271,6 +271,7 @@ CONTRADICTIONS = [
     "use_tis=true tis_mode=truncate mis_mode=mask",
     "use_tis=true tis_lower_bound=0.4 mis_lower_bound=0.5",
     "use_tis=true tis_upper_bound=2.0 mis_upper_bound=3.0",
+    "use_tis=true tis_clip=2.0 rollout_is_threshold=3.0",
     "use_tis=true tis_batch_normalize=true mis_batch_normalize=false",
     "use_tis=true tis_upper_bound=3.0 rollout_is_threshold=2.0",
     "rs_veto_threshold=0.1 mis_veto_threshold=0.2",
@@ -330,6 +331,8 @@ def test_saying_the_same_twice_is_no_contradiction(settings: str) -> None:
         (f"{SECTION}=pgis", ["'pgis'", "did you mean 'pg_is'?", "decoupled_geo_rs"]),
         (f"{SECTION}.preset=token_si", ["'token_si'", "did you mean 'token_is'?"]),
         (f"{SECTION}.custom_config_path=/no/file.yaml", ["custom_config_path=/no/file.yaml"]),
+        (f"{SECTION}.use_opsm=true", ["use_opsm=True", "a negative one alone"]),
+        (f"{SECTION}.mask_offpolicy_in_partial_rollout=true", ["never partial here; drop it"]),
     ],
 )
 def test_the_command_line_says_what_is_wrong(

@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "rollout_correction_names.md"
 SECTION = "algorithm.rollout_correction"
 COUNTS = {
     "Keys": 16,
-    "slime's flags": 22,
+    "slime's flags": 27,
     "Values": 32,
     "Presets": 28,
     "Functions and classes": 20,
@@ -41,6 +41,7 @@ COUNTS = {
     "Arguments and results": 8,
     "Metrics": 51,
     "slime's metrics": 21,
+    "slime's metrics in its code": 28,
 }
 
 # --- The tables of the page
@@ -203,6 +204,12 @@ TRANSLATED: list[tuple[str, str | None]] = [
         for prefix in ("tis", "mis")
         for mode in ("clip", "mask")
     ),
+    ("use_tis=true tis_clip=3.0 tis_clip_low=0", f"{TOKEN} rollout_is_threshold=3.0"),
+    (
+        "use_tis=true tis_clip_low=0.4 custom_tis_function_path=a.mis.compute_mis_weights_with_cp",
+        f"{TOKEN} rollout_is_mode=clip rollout_is_threshold=0.4_2.0",
+    ),
+    ("use_opsm=false opsm_delta=0.1 mask_offpolicy_in_partial_rollout=false", ""),
     ("use_rs=true", f"rollout_rs=token_k1 {BAND}"),
     *(
         (f"use_rs=true rs_level={level} {UPPER}", f"rollout_rs={name} rollout_rs_threshold=3.0")

@@ -92,6 +92,7 @@ def test_a_perfect_prediction_has_a_finite_slope() -> None:
             {0: 0.0, 75: 0.0, 76: 0.0075, 175: 0.75, 208: 0.9975, 209: 0.999},
         ),
         ({"old_decay_rate": 0.0}, {0: 0.0, 500: 0.0}),
+        ({"old_interval": 4}, {6: 1.0, 8: 0.008}),
     ],
 )
 def test_the_published_decays(options: dict[str, Any], decays: dict[int, float]) -> None:
@@ -107,6 +108,7 @@ def test_the_published_decays(options: dict[str, Any], decays: dict[int, float])
         ({"old_decay_rate": -1.0}, "old_decay_rate=-1.0"),
         ({"old_decay_max": 1.0}, "old_decay_max=1.0"),
         ({"old_decay_start": -1}, "old_decay_start=-1"),
+        ({"old_interval": 0}, "old_interval=0"),
         ({"betas": 1.0}, "betas: unknown option"),
     ],
 )
