@@ -40,7 +40,7 @@ class Chroma(FlowModel):
 
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill whole patches."""
-        check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
+        check_size(spec, key, multiple=2 * self.pipeline.vae_scale_factor)
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, _, mask, *_ = self.pipeline.encode_prompt(

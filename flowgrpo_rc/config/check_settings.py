@@ -19,6 +19,7 @@ from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind
+from flowgrpo_rc.rollout.config import SAMPLED
 
 # What a reward may score, by the kind of the model.
 SCORED = {"diffusion": ("image", "video", "latent"), "causal_lm": ("text",)}
@@ -28,10 +29,7 @@ OF_IMAGES = (
     "rollout.algo",
     "actor.diffusion_loss",
     "actor.steps_per_forward",
-    "rollout.val_kwargs.num_inference_steps",
-    "rollout.val_kwargs.guidance_scale",
-    "rollout.val_kwargs.true_cfg_scale",
-    "rollout.val_kwargs.guidance_scale_2",
+    *(f"rollout.val_kwargs.{name}" for name in SAMPLED),
     "data.negative_prompt",
 )
 OF_TEXT = (

@@ -26,6 +26,7 @@ _SIZE = (
     f"{PREFIX}rollout.sde_window_size",
     "rollout.algo.sde_window_size",
 )
+_FRAMES = "rollout.pipeline.num_frames"
 # Loggers of verl that this project does not have.
 _THEIR_LOGGERS = ("vemlp_wandb", "clearml", "file")
 
@@ -266,6 +267,7 @@ _CONDITIONS: Mapping[str, Callable[[Any, Given], bool]] = {
     "warmup_ratio": lambda value, given: (
         bool(value) and not _is_positive(given.get(f"{PREFIX}actor.optim.lr_warmup_steps"))
     ),
+    "videos": lambda value, given: given.get(f"{PREFIX}{_FRAMES}", given.get(_FRAMES, 1)) != 1,
     "listed": lambda value, given: value is None or isinstance(value, list),
     "other_template": _has_own_template,
     "other_tokenizer": _has_own_tokenizer,

@@ -50,7 +50,7 @@ class Flux2Klein(EditingModel):
 
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill whole patches, and guidance of a distilled checkpoint."""
-        check_size(spec, multiple=self._side)
+        check_size(spec, key, multiple=self._side)
         if self.pipeline.config.is_distilled and spec.guidance_scale != 1:
             raise ValueError(
                 f"{key}.guidance_scale={spec.guidance_scale} has no effect: this checkpoint is "

@@ -60,14 +60,15 @@ def run_transformer(transformer: Any, x: Tensor, text: Conditioning, **inputs: A
     return predicted.float()
 
 
-def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) -> None:
-    """Raises ValueError unless height and width, in pixels, fill patches and fit the model."""
+def check_size(spec: SamplerSpec, key: str, *, multiple: int, largest: int | None = None) -> None:
+    """Raises ValueError unless height and width of section `key`, in pixels, fill patches and fit
+    the model.
+    """
     for name, size in (("height", spec.height), ("width", spec.width)):
         if size % multiple or size <= 0 or (largest is not None and size > largest):
             limit = "" if largest is None else f" up to {largest}"
             raise ValueError(
-                f"rollout.pipeline.{name}={size}: this model makes multiples of {multiple}{limit} "
-                "pixels"
+                f"{key}.{name}={size}: this model makes multiples of {multiple}{limit} pixels"
             )
 
 
@@ -123,7 +124,7 @@ class PackedModel(FlowModel):
 
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill whole patches."""
-        check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
+        check_size(spec, key, multiple=2 * self.pipeline.vae_scale_factor)
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
         """Returns one token for each patch of 2 x 2 latents, with all their channels."""

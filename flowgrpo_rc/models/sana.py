@@ -50,7 +50,7 @@ class Sana(FlowModel):
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill patches."""
         side = self.transformer.config.patch_size * self.pipeline.vae_scale_factor
-        check_size(spec, multiple=math.lcm(32, side))
+        check_size(spec, key, multiple=math.lcm(32, side))
 
     def templated(self, tokenizer: Any, text: str) -> str:
         """Returns a prompt behind what Gemma is told before each."""

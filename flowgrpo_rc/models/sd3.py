@@ -46,9 +46,8 @@ class StableDiffusion3(FlowModel):
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill whole patches, or exceed the position embeddings."""
         multiple = self.pipeline.vae_scale_factor * self.pipeline.patch_size
-        check_size(
-            spec, multiple=multiple, largest=self.transformer.config.pos_embed_max_size * multiple
-        )
+        largest = self.transformer.config.pos_embed_max_size * multiple
+        check_size(spec, key, multiple=multiple, largest=largest)
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns the scheduler's own sigmas, shifted for the size if its settings say so."""

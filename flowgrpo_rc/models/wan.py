@@ -43,11 +43,11 @@ class Wan(FlowModel):
         pipeline = self.pipeline
         _, rows, columns = self.transformer.config.patch_size
         assert rows == columns, "Wan's patches are square"
-        check_size(spec, multiple=math.lcm(16, rows * pipeline.vae_scale_factor_spatial))
+        check_size(spec, key, multiple=math.lcm(16, rows * pipeline.vae_scale_factor_spatial))
         assert spec.num_frames is not None, "a video has frames"
         if spec.num_frames % pipeline.vae_scale_factor_temporal != 1:
             raise ValueError(
-                f"rollout.pipeline.num_frames={spec.num_frames}: this model makes multiples of "
+                f"{key}.num_frames={spec.num_frames}: this model makes multiples of "
                 f"{pipeline.vae_scale_factor_temporal} and 1 more: 1, "
                 f"{1 + pipeline.vae_scale_factor_temporal}, ..."
             )

@@ -92,13 +92,13 @@ def phase_bytes(phase: str, config: Config, model: FlowModel, samples: int) -> i
       model: on the meta device, with its LoRA.
       samples: how many are at work at once.
     """
+    samples_held_out = phase in ("evaluation", "shown")  # with the trainer's network
+    spec = config.rollout.held_out_spec() if samples_held_out else config.rollout.spec()
     if phase in ("decoding", "shown"):
-        return _decoding(config, model, samples)
+        return _decoding(model, samples, spec)
     if phase == "update":
         rows = samples * rows_at_once(config) // config.actor.ppo_micro_batch_size_per_gpu
         return measured(model.transformer, partial(_train, config, model, rows))
-    samples_held_out = phase == "evaluation"  # with the trainer's network
-    spec = config.rollout.held_out_spec() if samples_held_out else config.rollout.spec()
     mixed = samples_held_out and config.trainer.mixed_precision == "bf16"
 
     def forward(network: Any) -> int:
@@ -128,9 +128,9 @@ def _train(config: Config, model: FlowModel, rows: int, network: Any) -> int:
     return memory.peak
 
 
-def _decoding(config: Config, model: FlowModel, samples: int) -> int:
+def _decoding(model: FlowModel, samples: int, spec: SamplerSpec) -> int:
     """Measures the decoding of final latents."""
-    whole, spec = model.pipeline.vae, config.rollout.spec()
+    whole = model.pipeline.vae
 
     def decode(vae: Any) -> int:
         model.pipeline.vae = vae

@@ -48,12 +48,15 @@ def measure_needs(job: Job) -> dict[str, Line]:
         return Line(one, two - one)
 
     plain = {phase: line(phase) for phase in ("update", "rollout", "evaluation", "decoding")}
+    specs = (job.config.rollout.spec(), job.config.rollout.held_out_spec())
+    if len({job.model.latent_shape(spec) for spec in specs}) > 1:
+        plain["shown"] = line("shown")
     return plain | {"checkpointed": line("update", checkpointing=True)}
 
 
 def activations_of(needs: Needs, config: Config) -> dict[str, int]:
     """Returns the activations of each phase with some settings of memory."""
-    lines = {**needs, "shown": needs["decoding"]}
+    lines = {"shown": needs["decoding"], **needs}
     if config.model.gradient_checkpointing:
         lines["update"] = needs["checkpointed"]
     return {phase: lines[phase].at(samples) for phase, samples in samples_at_once(config).items()}

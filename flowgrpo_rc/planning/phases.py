@@ -39,7 +39,8 @@ def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
         steps.append(("encoding", job.others - vae, formula))
     if config.trainer.val_before_train or config.trainer.test_freq >= 0:
         evaluation = max(found["evaluation"] + gathered, found["shown"] + vae)
-        formula = f"activations of {samples['evaluation']} samples"
+        spec = config.rollout.held_out_spec()
+        formula = f"activations of {samples['evaluation']} samples of {spec.height} x {spec.width}"
         formula += f", or of {samples['shown']} in {in_vae}"
         steps.append(("evaluation", evaluation, formula))
     loading = while_loading(job)

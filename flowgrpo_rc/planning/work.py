@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.planning.activations import blank_inputs, measured
 from flowgrpo_rc.planning.weights import Job
 
@@ -26,6 +27,7 @@ def counts(job: Job) -> list[Count]:
 
 def _samples(job: Job) -> list[Count]:
     rollout, prompts = job.config.rollout, job.config.data.train_batch_size
+    held_out = rollout.held_out_spec()
     pipeline, interval = rollout.pipeline, rollout.algo.sde_window_interval
     size, first, last = rollout.window()
     window = f"none of {pipeline.num_inference_steps}: the ODE"
@@ -34,9 +36,8 @@ def _samples(job: Job) -> list[Count]:
         if interval is not None:
             window += f"; sliding by one every {interval} training steps"
     latents = job.model.latent_shape(rollout.spec())
-    shape = f"{' x '.join(map(str, latents))} for {pipeline.height} x {pipeline.width} pixels"
-    if pipeline.num_frames is not None:
-        shape += f", {pipeline.num_frames} frames"
+    shape = f"{' x '.join(map(str, latents))} for {_size(rollout.spec())}"
+    passes = held_out.num_inference_steps * (2 if job.model.cfg_scale(held_out) > 1 else 1)
     on_a_rank = job.config.samples_per_step(job.processes)
     images = f"{prompts} prompts x {rollout.n}; {on_a_rank} on a rank"
     groups = f"{rollout.n} samples each; {prompts // job.processes} on a rank"
@@ -45,7 +46,13 @@ def _samples(job: Job) -> list[Count]:
         ("groups per step", f"{prompts:,}", groups),
         ("stochastic steps", str(size), window),
         ("latents of a sample", f"{math.prod(latents):,}", shape),
+        ("forwards, held-out sample", str(passes), f"of {_size(held_out)}, in an evaluation"),
     ]
+
+
+def _size(spec: SamplerSpec) -> str:
+    frames = "" if spec.num_frames is None else f", {spec.num_frames} frames"
+    return f"{spec.height} x {spec.width} pixels{frames}"
 
 
 def forwards(job: Job) -> list[tuple[str, int, str]]:

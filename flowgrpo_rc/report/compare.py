@@ -15,6 +15,7 @@ from flowgrpo_rc.report.correction import mean_by_timestep, timestep_chart
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
 from flowgrpo_rc.report.series import Row, distinct, ends, names_below, phases, points_of
+from flowgrpo_rc.rollout.config import SAMPLED
 
 MOST_RUNS = 4  # colours that are told apart
 _NAMES_ONLY = ("trainer.output_dir", "trainer.experiment_name", "trainer.project_name")
@@ -104,9 +105,20 @@ def _outcome(runs: Sequence[ComparedRun]) -> str:
 
 
 def _caveat(runs: Sequence[ComparedRun]) -> str:
-    keys = ", ".join(key for key, *_ in _differences(runs) if key.startswith(_EVALUATION))
+    found = _differences([run._replace(settings=_evaluation(run.settings)) for run in runs])
+    keys = ", ".join(key for key, *_ in found)
     told = f"The runs were not evaluated alike ({keys}): their held-out numbers say nothing "
     return f"{told}about each other." if keys else ""
+
+
+def _evaluation(settings: Mapping[str, str]) -> dict[str, str]:
+    """Returns what held-out numbers follow from; a null takes the value of the training."""
+    found = {key: value for key, value in settings.items() if key.startswith(_EVALUATION)}
+    for name in SAMPLED:
+        own, training = f"rollout.val_kwargs.{name}", f"rollout.pipeline.{name}"
+        if found.get(own, "None") == "None" and training in settings:
+            found[own] = settings[training]
+    return found
 
 
 def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:

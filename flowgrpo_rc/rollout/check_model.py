@@ -8,9 +8,10 @@ from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, Rollout
 
 def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
     """Raises ValueError if a setting has no effect on the model, or one that it needs is null."""
-    _check_guidance(model, rollout.pipeline, "rollout.pipeline")
-    _check_guidance(model, rollout.val_kwargs, "rollout.val_kwargs")
     name, pipeline = model.pipeline_class, rollout.pipeline
+    guidance = rollout.held_out_spec().guidance_scale
+    _check_guidance(model, pipeline, "rollout.pipeline", pipeline.guidance_scale)
+    _check_guidance(model, rollout.val_kwargs, "rollout.val_kwargs", guidance)
     only_true_cfg = model.cfg_key == "true_cfg_scale" and not model.embeds_guidance
     if only_true_cfg and pipeline.true_cfg_scale is None:
         raise ValueError(
@@ -21,10 +22,10 @@ def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
         raise ValueError(
             f"rollout.pipeline.num_frames is not set, and {name} makes videos: give their length"
         )
-    if model.makes == "image" and pipeline.num_frames is not None:
-        raise ValueError(
-            f"rollout.pipeline.num_frames={pipeline.num_frames} has no effect: {name} makes images"
-        )
+    for key, given in (("pipeline", pipeline), ("val_kwargs", rollout.val_kwargs)):
+        if model.makes == "image" and given.num_frames is not None:
+            told = f"rollout.{key}.num_frames={given.num_frames}"
+            raise ValueError(f"{told} has no effect: {name} makes images")
     if pipeline.condition_images and not model.takes_images:
         raise ValueError(
             f"rollout.pipeline.condition_images={pipeline.condition_images}: {name} takes no "
@@ -44,9 +45,12 @@ def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
 
 
 def _check_guidance(
-    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, key: str
+    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, key: str, scale: float
 ) -> None:
-    """Refuses a scale below that of no guidance, and one without effect, except the default."""
+    """Refuses a scale below that of no guidance, and one without effect, except the default.
+
+    `scale` is the `guidance_scale` that counts.
+    """
     for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
         value = getattr(given, name)
         least = model.unguided_scale if name == model.cfg_key else 1.0
@@ -56,17 +60,17 @@ def _check_guidance(
     if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
         raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
     uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
-    if not uses_guidance_scale and given.guidance_scale not in (1, type(given).guidance_scale):
-        raise ValueError(f"{key}.guidance_scale={given.guidance_scale} has no effect: {used}")
+    if not uses_guidance_scale and scale not in (1, type(given).guidance_scale):
+        raise ValueError(f"{key}.guidance_scale={scale} has no effect: {used}")
     second = given.guidance_scale_2
     if second is not None and len(model.networks) < 2:
         raise ValueError(
             f"{key}.guidance_scale_2={second} has no effect: model.path has one transformer; drop "
             "it"
         )
-    if second not in (None, 1) and given.guidance_scale <= model.unguided_scale:
+    if second not in (None, 1) and scale <= model.unguided_scale:
         raise ValueError(
             f"{key}.guidance_scale_2={second} has no effect with {key}.guidance_scale="
-            f"{given.guidance_scale}, which turns all guidance off: raise that above "
+            f"{scale}, which turns all guidance off: raise that above "
             f"{model.unguided_scale:g}, or drop {key}.guidance_scale_2"
         )

@@ -35,6 +35,7 @@ LEAST = {
     "pipeline.condition_pixels": 1,
     "algo.sde_window_interval": 1,
     "algo.tail_steps": 1,
+    "val_kwargs.num_frames": 1,
     "val_kwargs.num_inference_steps": 1,
     "val_kwargs.guidance_scale": 0,
     "val_kwargs.true_cfg_scale": 0,
@@ -42,6 +43,16 @@ LEAST = {
     "val_kwargs.n": 1,
     "val_kwargs.batch_size": 1,
 }
+# The keys of `val_kwargs` that say how an image or a video is sampled.
+SAMPLED = (
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "guidance_scale",
+    "true_cfg_scale",
+    "guidance_scale_2",
+)
 # The values of settings that are words.
 ALLOWED = {
     "dtype": ("fp32", "bf16", "fp16", "fp64", AUTO),
@@ -123,19 +134,26 @@ class AlgoConfig:
 @dataclass(kw_only=True)
 class EvaluationConfig:
     """Settings of held-out samples, whose seed is fixed. Images come from the ODE, with their own
-    steps and guidance.
+    size, steps and guidance; null takes the value of rollout.pipeline.
 
+    height: of a held-out picture, in pixels; condition images take
+        rollout.pipeline.condition_pixels, as in training.
+    width: of a held-out picture, in pixels.
+    num_frames: of a held-out video.
     num_inference_steps: denoising steps of a held-out image.
     guidance_scale: as in rollout.pipeline.
-    true_cfg_scale: as in rollout.pipeline; null takes that of rollout.pipeline.
-    guidance_scale_2: as in rollout.pipeline; null takes that of rollout.pipeline.
+    true_cfg_scale: as in rollout.pipeline.
+    guidance_scale_2: as in rollout.pipeline.
     temperature: of held-out text; 0 takes the likeliest token.
     n: how many prompts of the file are used; null: all.
     batch_size: held-out samples made at once.
     """
 
-    num_inference_steps: int = 40
-    guidance_scale: float = 4.5
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    num_inference_steps: int | None = 40
+    guidance_scale: float | None = 4.5
     true_cfg_scale: float | None = None
     guidance_scale_2: float | None = None
     temperature: float = 0.0
@@ -215,8 +233,7 @@ class RolloutConfig:
 
     def held_out_spec(self) -> SamplerSpec:
         """Returns the sampler of evaluation: the ODE, in the trainer's own precision."""
-        names = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "guidance_scale_2")
-        own = {name: getattr(self.val_kwargs, name) for name in names}
+        own = {name: getattr(self.val_kwargs, name) for name in SAMPLED}
         given = {name: value for name, value in own.items() if value is not None}
         return SamplerSpec(
             **vars(self.pipeline) | given,

@@ -193,6 +193,8 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         ("actor.fsdp_config.dtype=float32", ("trainer.mixed_precision", "no")),
         ("actor_rollout_ref.model.lora_init_weights=True", ("model.lora_init", "default")),
         ("actor_rollout_ref.rollout.width=96", ("rollout.pipeline.width", 96)),
+        ("rollout.val_kwargs.pipeline.height=96", ("rollout.val_kwargs.height", 96)),
+        ("rollout.val_kwargs.pipeline.width=64", ("rollout.val_kwargs.width", 64)),
         ("actor_rollout_ref.rollout.noise_level=0.9", ("rollout.algo.noise_level", 0.9)),
         ("data.val_max_samples=-1", ("rollout.val_kwargs.n", None)),
         ("actor_rollout_ref.model.algorithm=mix_grpo", ("rollout.algo.window_sharing", "batch")),
@@ -205,6 +207,15 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
 )
 def test_values_in_other_units(given: str, here: tuple[str, object]) -> None:
     assert rewritten(given).values[here[0]] == here[1]
+
+
+def test_frames_of_evaluation_are_those_of_videos() -> None:
+    given = [f"{OTHER}rollout.val_kwargs.pipeline.num_frames={count}" for count in (1, 9)]
+    video = f"{OTHER}rollout.pipeline.num_frames=5"
+    assert compose_config([given[0]]).rollout.val_kwargs.num_frames is None
+    assert compose_config([video, given[1]]).rollout.val_kwargs.num_frames == 9
+    with pytest.raises(ValueError, match=r"images have no frames: set rollout\.pipeline"):
+        compose_config([given[1]])
 
 
 @pytest.mark.parametrize(

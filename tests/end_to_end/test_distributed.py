@@ -54,7 +54,9 @@ MODES = {
         "rollout.algo.window_sharing=sample",
         "rollout.algo.shared_prefix=false",
         "rollout.pipeline.guidance_scale=2",
-        "rollout.val_kwargs.guidance_scale=2",
+        "rollout.val_kwargs.guidance_scale=null",
+        "rollout.val_kwargs.height=48",
+        "rollout.val_kwargs.width=48",
     ),
     # What is shared by the processes, or follows from means that the rollout keeps; with a
     # mismatch, which sharded weights would change: they cannot be merged.

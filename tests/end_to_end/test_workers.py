@@ -15,6 +15,7 @@ from support.torchao import needs_torchao
 from flowgrpo_rc import assets
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.records.rollout_files import rollout_path
+from flowgrpo_rc.records.samples import read_grid
 
 TESTS = ROOT / "tests"
 
@@ -51,6 +52,7 @@ def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path)
         "algorithm.rollout_correction.centered=true",
         "rollout.algo.sde_window_range=[0,2]",
         "rollout.algo.shared_prefix=true",
+        "rollout.val_kwargs.height=48",
         "rollout.micro_batch_size_per_gpu=3",
         "trainer.save_rollouts=true",
     ]
@@ -61,6 +63,10 @@ def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path)
         words = (*command, f"rollout.workers={workers}", *stop)
         train_command(*words, python_path=TESTS, code=code)
     assert final_state(run) == final_state(whole)
+    # Evaluation is the trainer's, at a size of its own.
+    pictures = [folder / "samples" / "step_000003.png" for folder in (run, whole)]
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    assert {tile.image.size for tile in read_grid(pictures[0])} == {(2 * 64, 2 * 48)}  # enlarged
     # Also in shape: encoded prompts are there once.
     for step in (1, 2, 3):
         saved, other = (

@@ -89,6 +89,11 @@ def test_the_card_tells_what_was_measured(tmp_path: Path, config: Config) -> Non
     assert "`rollout_is=token`" in text
     assert "- step 2: kl is 0.2" in text
     assert "Rejected" not in text
+    assert "40 ODE steps, 512 x 512 pixels" in text
+    config.rollout.val_kwargs.width = 768
+    text = card(tmp_path, config).text
+    assert "40 ODE steps, 768 x 512 pixels" in text
+    assert "width=768" in text
 
 
 def test_weights_that_were_not_scored_say_so(tmp_path: Path, config: Config) -> None:

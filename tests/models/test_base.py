@@ -51,6 +51,19 @@ BLUR = "data.negative_prompt=blur"
         ("wan", [*VIDEO, f"{P}.num_frames=5", f"{P}.height=24"], ["height=24", "multiples of 16"]),
         ("wan", [*VIDEO, f"{P}.num_frames=4"], [f"{P}.num_frames=4", "1, 5, ..."]),
         (
+            "wan",
+            [*VIDEO, f"{P}.num_frames=5", f"{V}.num_frames=4"],
+            [f"{V}.num_frames=4", "1, 5, ..."],
+        ),
+        ("z_image", [f"{V}.height=20"], [f"{V}.height=20", "multiples of 8"]),
+        ("sana", [f"{V}.width=0"], [f"{V}.width=0", "multiples of 32"]),
+        ("sana", [f"{V}.num_frames=5"], [f"{V}.num_frames=5", "makes images"]),
+        (
+            "qwen",
+            [f"{P}.true_cfg_scale=1", f"{P}.guidance_scale=4.5", f"{V}.guidance_scale=3"],
+            [f"{V}.guidance_scale=3", f"{V}.true_cfg_scale"],
+        ),
+        (
             "schnell",
             [f"{P}.guidance_scale=3.5"],
             [f"{P}.guidance_scale=3.5", "set it to 1", f"{P}.true_cfg_scale"],

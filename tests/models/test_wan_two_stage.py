@@ -182,15 +182,6 @@ def test_what_cannot_work_is_refused(subject, train, capsys, tmp_path, settings,
     assert all(word in error for word in words), error
 
 
-def test_held_out_samples_take_the_second_scale_of_the_rollout_unless_they_have_their_own() -> None:
-    from support.compositions import config_of
-
-    for own, found in ((), 3.0), (("rollout.val_kwargs.guidance_scale_2=2",), 2.0):
-        rollout = config_of("rollout.pipeline.guidance_scale_2=3", *own).rollout
-        assert rollout.spec().guidance_scale_2 == 3
-        assert rollout.held_out_spec().guidance_scale_2 == found
-
-
 @pytest.mark.parametrize(("scale", "second"), [(1.0, 1.0), (5.0, 3.0), (3.0, 2.0)])
 def test_a_fault_of_the_guidance_moves_both_scales(scale: float, second: float) -> None:
     tiny = TINY[NAME]

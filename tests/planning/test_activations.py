@@ -16,10 +16,11 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import add_lora
 from flowgrpo_rc.planning import activations
 from flowgrpo_rc.planning.activations import PeakMemory, phase_bytes
-from flowgrpo_rc.planning.fit import Fitter
+from flowgrpo_rc.planning.fit import Fitter, activations_of
 from flowgrpo_rc.planning.phases import phases
 from flowgrpo_rc.planning.plan import make_plan
 from flowgrpo_rc.planning.weights import CONTEXT, context, memory, on_the_host
+from flowgrpo_rc.planning.work import counts
 from flowgrpo_rc.rollout.replica import Replica
 
 GIB = 2**30
@@ -116,6 +117,19 @@ def test_phases_follow_each_other() -> None:
     assert offloaded["evaluation"] == 4 * GIB + parts["vae"]
     encoders = sum(size for name, size in parts.items() if name.startswith("text_encoder"))
     assert offloaded["encoding"] == encoders
+
+
+def test_evaluation_counts_at_its_own_size() -> None:
+    large = ("rollout.val_kwargs.height=64", "rollout.val_kwargs.width=128")
+    alike, larger = (Fitter(job(*BUNDLED, *own)) for own in ((), large))
+    found = [activations_of(one._needs, job(*BUNDLED).config) for one in (alike, larger)]
+    assert found[1]["shown"] == pytest.approx(4 * found[0]["shown"], rel=0.1)
+    assert found[1]["evaluation"] > found[0]["evaluation"]
+    assert found[1]["decoding"] == found[0]["decoding"]
+    rows = {name: told for name, _, told in phases(job(*large), FOUND)}
+    assert "of 64 x 128" in rows["evaluation"]
+    (held_out,) = (row[1:] for row in counts(job(*large)) if "held-out" in row[0])
+    assert held_out == ("10", "of 64 x 128 pixels, in an evaluation")
 
 
 def test_an_engine_that_sleeps_counts_while_it_samples() -> None:

@@ -97,6 +97,7 @@ def test_the_reference_recipe_by_hand() -> None:
         "groups per step": "48",
         "stochastic steps": "9",
         "latents of a sample": "65,536",
+        "forwards, held-out sample": "80",
         "forwards, sampling": "2,880",
         "forwards, reference": "2,592",
         "forwards with backward": "2,592",

@@ -80,6 +80,19 @@ def test_runs_that_were_scored_differently_say_so(tmp_path: Path, key: str) -> N
     assert f"The runs were not evaluated alike ({key})" in text
 
 
+@pytest.mark.parametrize(("own", "alike"), [(64, True), (32, False)])
+def test_evaluation_takes_the_size_of_the_training_unless_it_has_its_own(
+    tmp_path: Path, own: int, alike: bool
+) -> None:
+    settings = (
+        {"pipeline": {"height": 64}, "val_kwargs": {"height": None}},
+        {"pipeline": {"height": 32}, "val_kwargs": {"height": own}},
+    )
+    runs = [small_run(tmp_path / str(n), [0.1], {"rollout": x}) for n, x in enumerate(settings)]
+    text = visible_text(write_comparison(runs, tmp_path / "page.html").read_text())
+    assert ("not evaluated alike (rollout.val_kwargs.height)" in text) is not alike
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     settings = {"trainer": {"experiment_name": "tiny"}}
     runs = [small_run(tmp_path / name / "run", [0.1, 0.2], settings) for name in ("a", "b")]

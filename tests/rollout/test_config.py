@@ -1,4 +1,4 @@
-"""The settings of a rollout: sliding windows, and the tail that follows them."""
+"""The settings of a rollout: sliding windows, their tail, and evaluation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from flowgrpo_rc.rollout.config import AlgoConfig, RolloutConfig
+from flowgrpo_rc.rollout.config import (
+    SAMPLED,
+    AlgoConfig,
+    EvaluationConfig,
+    PipelineConfig,
+    RolloutConfig,
+)
 
 
 def config(**algo: Any) -> RolloutConfig:
@@ -51,3 +57,12 @@ def test_a_sliding_window_takes_its_tail_along() -> None:
 def test_a_sliding_window_that_cannot_slide_is_refused(algo: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config(**algo).validate()
+
+
+@pytest.mark.parametrize("key", SAMPLED)
+def test_evaluation_samples_as_training_unless_it_has_its_own(key: str) -> None:
+    for own, found in (None, 3), (2, 2):
+        settings = PipelineConfig(**{key: 3}), EvaluationConfig(**{key: own})
+        rollout = RolloutConfig(pipeline=settings[0], val_kwargs=settings[1])
+        assert getattr(rollout.spec(), key) == 3
+        assert getattr(rollout.held_out_spec(), key) == found
