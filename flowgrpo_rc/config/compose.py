@@ -201,18 +201,15 @@ def _folders(config_dir: str | None) -> list[Path]:
 def _register_resolvers() -> None:
     """Defines what files may write in `${...}`: bundled files, and numbers of optimizer updates."""
     register_asset_resolver()
-    OmegaConf.register_new_resolver(
-        "updates_of_steps", lambda steps, _root_: updates_of_steps(_root_, steps), replace=True
-    )
-
-    OmegaConf.register_new_resolver(
-        "per_update", lambda rate, _root_: rate / updates_of_steps(_root_, 1), replace=True
-    )
-
-    def of_ratio(ratio: float, _root_: Any) -> int:
-        return updates_of_steps(_root_, round(ratio * _root_.trainer.total_training_steps))
-
-    OmegaConf.register_new_resolver("updates_of_ratio", of_ratio, replace=True)
+    resolvers: dict[str, Any] = {
+        "updates_of_steps": lambda steps, _root_: updates_of_steps(_root_, steps),
+        "updates_of_ratio": lambda ratio, _root_: updates_of_steps(
+            _root_, round(ratio * _root_.trainer.total_training_steps)
+        ),
+        "per_update": lambda rate, _root_: rate / updates_of_steps(_root_, 1),
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def _translated(

@@ -189,8 +189,7 @@ def _by(row: Any, setting: Setting, given: Given) -> Outcome:
         return Outcome(why=row["stop"], stops=True)
     found = dict(row.get("set", {}))
     if "to" in row:
-        name = setting.key.rpartition(".")[2]
-        found[row["to"].replace("*", name)] = _written(row, setting.value)
+        found[row["to"].replace("*", setting.key.rpartition(".")[2])] = _written(row, setting.value)
     for key, value in row.get("unsaid", {}).items():
         if key not in given and _own(key) not in given:
             default = _by(_row_of(key), Setting("", key, value, str(value)), given).settings

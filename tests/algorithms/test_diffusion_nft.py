@@ -63,16 +63,14 @@ def test_the_script_of_verl_omni_has_the_loss_of_its_code(
 ) -> None:
     """Values and gradient against its formula, by autograd through predicted clean samples."""
     model = load_model(ModelConfig(path=str(checkpoint), dtype="fp64"), torch.device("cpu"))
-    network = trained_lora(model)
-    spec = make_spec("sde", 1.0, dtype="fp64")
+    network, spec = trained_lora(model), make_spec("sde", 1.0, dtype="fp64")
     batch, _ = sample_images(model, network, spec, [[]])
     advantages = torch.tensor([1.5, -7.0, 0.5, 1.0], dtype=torch.float64)
     own = [f"actor_rollout_ref.actor.diffusion_loss.{each}" for each in further]
     actor = to_config(compose_config([*NFT, *own])).actor
     chosen = {key: getattr(actor, key) for key in ("use_kl_loss", "kl_loss_coef")}
     section = actor.diffusion_loss
-    limit = section.adv_clip_max
-    update, algorithm = make(model, section.forward, micro=2, limit=limit, **chosen)
+    update, algorithm = make(model, section.forward, micro=2, limit=section.adv_clip_max, **chosen)
     named = lora_parameters(network)
     old = weights(model)
     with torch.no_grad():
