@@ -105,9 +105,8 @@ def _check_trained_on(config: Config) -> None:
             f"{setting} has no effect with {named}, which knows no log-probs: drop it, or give its "
             f"default where a file sets it, {default}"
         )
-    replay_dir = config.data.replay_dir
     refuse(
-        (replay_dir is not None, f"data.replay_dir={replay_dir}"),
+        (config.data.replay_dir is not None, f"data.replay_dir={config.data.replay_dir}"),
         (config.trainer.save_rollouts, "trainer.save_rollouts=true"),
         about=f"{named} trains on finished samples, and not on recorded steps: drop it, or ",
     )
@@ -130,8 +129,7 @@ def _about_log_probs(config: Config) -> Iterator[tuple[str, str]]:
 
 def _check_sizes(config: Config, num_processes: int) -> None:
     """A step is whole mini-batches, and a process's share of one is whole micro-batches."""
-    prompts = config.data.train_batch_size
-    mini = config.actor.ppo_mini_batch_size
+    prompts, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
     if prompts < 1 or prompts % mini:
         raise ValueError(
             f"data.train_batch_size={prompts} is no multiple of actor.ppo_mini_batch_size={mini}"
@@ -147,9 +145,6 @@ def _check_sizes(config: Config, num_processes: int) -> None:
             f"actor.steps_per_forward={steps}: a sample is trained on {config.trained_steps()} "
             f"{of}; give at most that, or null for all"
         )
-    chunk = config.rollout.micro_batch_size_per_gpu
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"rollout.micro_batch_size_per_gpu={chunk}: give at least 1, or null")
 
 
 def _uneven(config: Config, num_processes: int) -> str:
@@ -171,8 +166,7 @@ def _uneven(config: Config, num_processes: int) -> str:
     return (
         f"actor.ppo_mini_batch_size={mini} prompts cannot be shared evenly by {num_processes} "
         f"processes (a group of samples stays on one): {start}give "
-        f"{_nearest(range(step, mini + step + 1, step), mini)}, and a multiple of it as "
-        "data.train_batch_size"
+        f"{_nearest(range(step, mini + step + 1, step), mini)} (data.train_batch_size: a multiple)"
     )
 
 
@@ -330,18 +324,15 @@ def _check_correction_of_text(correction: RolloutCorrectionConfig) -> None:
 
 def _check_replayed(config: Config) -> None:
     """Where saved trajectories are trained on, nothing is sampled for training."""
-    if config.data.replay_dir is None:
-        return
-    keys = ("staleness", "workers", "quantization", "compile", "algo.sde_window_interval")
-    values = {f"rollout.{key}": attrgetter(key)(config.rollout) for key in keys}
-    for key, value in values.items():
-        if value:
-            raise ValueError(f"{key}={value} has no effect with data.replay_dir: drop one of them")
+    for key in ("staleness", "workers", "quantization", "compile", "algo.sde_window_interval"):
+        value = attrgetter(key)(config.rollout)
+        if value and config.data.replay_dir is not None:
+            given = f"rollout.{key}={value}"
+            raise ValueError(f"{given} has no effect with data.replay_dir: drop one of them")
 
 
 def _check_average(config: Config) -> None:
-    ema = config.actor.ema
-    updates = config.total_updates()
+    ema, updates = config.actor.ema, config.total_updates()
     if ema.enable and ema.update_interval > updates:
         raise ValueError(
             f"actor.ema.update_interval={ema.update_interval} exceeds the {updates} updates of "

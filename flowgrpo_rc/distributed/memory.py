@@ -1,9 +1,10 @@
-"""Running out of memory: which phase of a run did, and which settings make it smaller."""
+"""Memory: what a host has left, and which phase of a run lacks some, and what makes it smaller."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _UPDATE = "actor.ppo_micro_batch_size_per_gpu"
 _ROLLOUT = "rollout.micro_batch_size_per_gpu"
@@ -43,3 +44,27 @@ def out_of_memory_in(phase: str) -> Iterator[None]:
         if isinstance(error, OutOfMemory) or not lacks_memory:
             raise
         raise OutOfMemory(phase, error) from error
+
+
+def free_host_gib(system: Path = Path("/")) -> float:
+    """Returns the GiB that the host can give, within the limits of a container or a job."""
+    lines = (system / "proc/meminfo").read_text().splitlines()
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    for line in (system / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, place = line.split(":", 2)
+        folder = system / "sys/fs/cgroup" / controllers / place[1:]
+        # The second version of control groups, and the first.
+        for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+            for group in (folder, *folder.parents):
+                free += _left(group / f"memory.{limit}", group / f"memory.{used}")
+    return max(0, min(free)) / 2**30
+
+
+def _left(limit: Path, used: Path) -> list[int]:
+    """Returns what a limit leaves, if there is one; a cache of files gives way."""
+    most = limit.read_text().strip() if limit.is_file() else "max"
+    if most == "max":
+        return []
+    numbers = dict(map(str.split, limit.with_name("memory.stat").read_text().splitlines()))
+    cached = int(numbers["active_file"]) + int(numbers["inactive_file"])
+    return [int(most) - int(used.read_text()) + cached]

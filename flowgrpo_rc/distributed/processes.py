@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import resource
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, distributed, nn
 from torch.distributed import DistError
+
+from flowgrpo_rc.distributed.memory import free_host_gib
 
 T = TypeVar("T")
 _PATIENCE_S = 30.0
@@ -42,6 +44,7 @@ class Processes:
         if self.device == torch.device("cuda"):
             # A run of one process gets it; torch.cuda.set_device takes no device without a number.
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self._has_loaded = False
         # NCCL ends a process that waits for too long before Python can say who is missing.
         needs_gloo = self.count > 1 and distributed.get_backend() != "gloo"
         self._gloo = distributed.new_group(backend="gloo") if needs_gloo else None
@@ -82,16 +85,28 @@ class Processes:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Lets processes on GPUs load one after the other, since a model is on the host first."""
+        """Lets processes on GPUs load: the first of a machine, then as many as its host takes."""
         if self.count == 1 or self.device.type == "cpu":
             yield
             return
-        here = self.accelerator.local_process_index
-        for _ in range(here):
-            self.wait()
+        while self.rank not in self._next_to_load(waits=True):
+            pass
         yield
-        for _ in range(here, int(os.environ.get("LOCAL_WORLD_SIZE", self.count))):
-            self.wait()
+        self._has_loaded = True
+        while self._next_to_load(waits=False):
+            pass
+
+    def _next_to_load(self, *, waits: bool) -> list[int]:
+        """Returns the processes, of all machines, that load now; none when all have."""
+        # A model is on the host first; what one took there at most is what another may take.
+        fit = free_host_gib() / peak_memory_gib(torch.device("cpu")) if self._has_loaded else None
+        told = self.gather_objects([(socket.gethostname(), waits, fit)])
+        turn: list[int] = []
+        for machine in {name for name, _, _ in told}:
+            fits = [fit for name, _, fit in told if name == machine and fit is not None]
+            here = [rank for rank, (name, waits, _) in enumerate(told) if waits and name == machine]
+            turn += here[: max(1, int(min(fits, default=1)))]
+        return turn
 
     def meet(self, where: str, timeout_s: float) -> None:
         """Waits for all processes, process 0 for `timeout_s`. ProcessLost says who is missing."""
@@ -166,6 +181,5 @@ def peak_memory_gib(device: torch.device) -> float:
     """Returns the peak memory so far in GiB: of the device for CUDA, of the process otherwise."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
-    return peak / unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -9,6 +9,7 @@ exactly the bits that were split.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -50,10 +51,13 @@ def shard_frozen_weights(networks: Iterable[Any], device: torch.device, timeout:
     Each transformer block is gathered for its own forward and backward only. From then on every
     process has to run the same forwards. Copies of a network have to be made before.
     """
-    # Those of one node have fast links.
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    size = per_node if per_node > 1 else dist.get_world_size()
-    group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
+    # Those of one node have fast links. Nodes may have different numbers of processes.
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    nodes = [[r for r, name in enumerate(names) if name == node] for node in sorted(set(names))]
+    if len(nodes) == len(names):
+        nodes = [[*range(len(names))]]
+    group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=timeout)
     mesh = DeviceMesh.from_group(group, device.type)
     for network in networks:
         blocks = set(network._no_split_modules)

@@ -161,15 +161,15 @@ def on_the_host(job: Job) -> list[Row]:
     """Returns the memory of a machine's host."""
     here = job.processes // job.nodes
     idle, rows = 0, []
-    beside, loading = "", "a pipeline; processes load one after the other"
+    beside = ""
     if job.config.model.offload_idle:
         idle, beside = job.others, ", beside the idle models"
         formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"
         rows.append(("idle models", here * idle, formula))
-        loading = f"a pipeline{beside} of the processes that were first"
     if job.sleeps:
         formula = f"engines of {here} process(es): {as_size(job.engine)} each{beside}"
         rows.append(("sleeping engines", here * (idle + job.engine), formula))
+    loading = f"a pipeline{beside}; several where more memory is free"
     return [*rows, ("while loading", (here - 1) * idle + sum(job.parts.values()), loading)]
 
 

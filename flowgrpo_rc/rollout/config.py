@@ -20,6 +20,7 @@ PACKAGE = "flowgrpo_rc.rollout"
 # that is its default.
 LEAST = {
     "n": 2,  # a group compares its samples
+    "micro_batch_size_per_gpu": 1,
     "staleness": 0,
     "prompt_length": 1,
     "response_length": 1,
@@ -357,8 +358,7 @@ class RolloutConfig:
             )
         if not 0 < self.worker_timeout_s < math.inf:
             raise ValueError(
-                f"rollout.worker_timeout_s={self.worker_timeout_s}: give a number of seconds above "
-                "0"
+                f"rollout.worker_timeout_s={self.worker_timeout_s}: give seconds above 0"
             )
         if self.workers == 0 and self.ray_address is not None:
             raise ValueError(

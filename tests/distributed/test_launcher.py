@@ -36,10 +36,7 @@ def test_configurations_of_the_launcher(path: Path) -> None:
 
 
 def documented_launches() -> dict[str, str]:
-    """Returns launches of several processes in pages, scripts, comments and docstrings.
-
-    One for `N` or "$cards" processes is left out.
-    """
+    """Returns launches of pages, scripts and comments; one of `N` or "$cards" is left out."""
     found = {}
     for path in SOURCES:
         text = re.sub("^# ?", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from support.launching import launch
+
+from flowgrpo_rc.distributed.memory import free_host_gib
 
 MEETING = """
 import os, signal, sys, time
@@ -31,17 +32,29 @@ except ProcessLost as error:
 """
 
 IN_TURN = """
-import sys, time, torch
+import os, socket, sys, time, torch
 from pathlib import Path
 from accelerate import Accelerator
-from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.distributed import processes as module
 
-processes = Processes(Accelerator(cpu=True))
+folder, machines, rounds, takes = Path(sys.argv[1]), *sys.argv[2:]
+rank = int(os.environ["RANK"])
+os.environ["LOCAL_WORLD_SIZE"] = str(machines.count(machines[rank]))
+socket.gethostname = lambda: machines[rank]
+module.free_host_gib = lambda: float(takes) * module.peak_memory_gib(torch.device("cpu"))
+processes = module.Processes(Accelerator(cpu=True))
 processes.device = torch.device("cuda")  # it is not used; on a CPU nobody waits
+at_once = [r for r, number in enumerate(rounds) if number == rounds[rank]]
+before = [r for r, number in enumerate(rounds) if number < rounds[rank]]
 with processes.in_turn():
-    start = time.monotonic()
-    time.sleep(0.3)
-    Path(sys.argv[1], str(processes.rank)).write_text(f"{start} {time.monotonic()}")
+    (folder / f"came_{rank}").touch()
+    came = {int(path.name.partition("_")[2]) for path in folder.glob("came_*")}
+    assert came.issuperset(before) and came.issubset(before + at_once), came
+    deadline = time.monotonic() + 60
+    while not all((folder / f"came_{r}").exists() for r in at_once):
+        assert time.monotonic() < deadline, "it loads alone"
+    assert not [r for r in before if not (folder / f"left_{r}").exists()]
+    (folder / f"left_{rank}").touch()
 processes.wait()
 processes.close()
 """
@@ -65,10 +78,34 @@ def test_the_message_names_who_is_missing_and_where(tmp_path, monkeypatch, failu
     assert re.search(rf"\({missing}", done.stderr)
 
 
-def test_processes_of_a_machine_load_one_after_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("machines", "rounds", "takes"),
+    [("aaa", "012", "0.5"), ("aaaaa", "01122", "2.5"), ("aaa", "011", "9"), ("aab", "010", "1")],
+)
+def test_as_many_processes_load_at_once_as_their_machine_takes(tmp_path, machines, rounds, takes):
+    """In rounds; `takes` is how many of the first process's size the free memory holds."""
     program = tmp_path / "in_turn.py"
     program.write_text(IN_TURN)
-    launch(3, str(program), str(tmp_path))
-    times = [tuple(map(float, (tmp_path / str(rank)).read_text().split())) for rank in range(3)]
-    assert times[0][1] <= times[1][0]
-    assert times[1][1] <= times[2][0]
+    launch(len(machines), str(program), str(tmp_path), machines, rounds, takes)
+    assert len(list(tmp_path.glob("left_*"))) == len(machines)
+
+
+@pytest.mark.parametrize(
+    ("controllers", "limit", "used"),
+    [("", "max", "current"), ("memory", "limit_in_bytes", "usage_in_bytes")],
+)
+def test_memory_is_free_within_the_limit_of_a_job(tmp_path, controllers, limit, used):
+    """It may use 10 GiB and uses 6, of which 3 are a cache of files; the machine has 9 free."""
+    job = tmp_path / "sys/fs/cgroup" / controllers / "job"
+    (job / "step").mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemFree: 1 kB\nMemAvailable: {9 * 2**20} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"4:{controllers}:/job/step\n")
+    assert free_host_gib(tmp_path) == 9
+    (job / f"memory.{limit}").write_text(f"{10 * 2**30}\n")
+    (job / f"memory.{used}").write_text(f"{6 * 2**30}\n")
+    cached = f"active_file {2**30}\ninactive_file {2 * 2**30}\nshmem 7\n"
+    (job / "memory.stat").write_text(cached)
+    assert free_host_gib(tmp_path) == 7
+    (job / f"memory.{limit}").write_text("max\n")
+    assert free_host_gib(tmp_path) == 9

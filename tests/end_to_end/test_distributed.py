@@ -319,7 +319,7 @@ def test_two_processes_train_a_language_model_as_one_does(workplace: Path) -> No
 
 # Two blocks of mixed precision with a LoRA each; what is compared is the same network whole.
 SHARDS = """
-import copy, os, torch
+import copy, socket, torch
 from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
@@ -351,10 +351,12 @@ class Network(nn.Module):
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-for per_node, parts in ((4, 4), (2, 2), (1, 4)):
+for machines in ("aaaa", "aabb", "abcd", "aabc"):
     network = Network()
     whole = copy.deepcopy(network)
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    machine = machines[dist.get_rank()]
+    socket.gethostname = lambda: machine
+    parts = 4 if machines == "abcd" else machines.count(machine)
     shard_frozen_weights([network], torch.device("cpu"), timedelta(seconds=60))
     frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
     assert all(isinstance(p, DTensor) for p in frozen.values())
