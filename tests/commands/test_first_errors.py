@@ -22,7 +22,7 @@ CHATS = "reward.terms.ocr=null reward.terms.vlm_ocr.model=m"
 # Words behind `flowgrpo-rc train`, and words of the message.
 WRONG = [
     ("nokey=1", ["unknown key nokey", "there is no such section or group; there are actor, "]),
-    ("diffusion/model_engine=x", ["unknown key diffusion/model_engine", "there are actor, "]),
+    ("diffusion/engine=x", ["unknown key diffusion/engine", "there are actor, "]),
     ("+experiment=sd35", ["no 'sd35' (did you mean 'sd35_medium_", "); all are in {configs}/exp"]),
     ("--config-name=tiny_orc", ["no 'tiny_orc' (did you mean 'tiny_ocr'?); all are in {configs}"]),
     ("num_generations=8", ["unknown key num_generations: here that is rollout.n"]),
