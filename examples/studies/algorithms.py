@@ -1,6 +1,7 @@
 """Other algorithms beside FlowGRPO, on the bundled task with the same samples and updates.
 
-    python examples/studies/algorithms.py [--seeds 5] [--workers 1] [--results FOLDER] [--quick]
+    python examples/studies/algorithms.py [--seeds 5] [--workers 1] [--results FOLDER]
+        [--quick | --quantized]
 
 The reference is FlowGRPO on exact rollouts, as the cell `REFERENCE` of the ladder; it runs again,
 so that its CPU seconds are those of the same machine. Every arm (`ARMS`) has its 40 iterations of
@@ -15,6 +16,14 @@ Fixed before the first run: the result is the reward on 256 held-out words after
 arms differ if the mean difference, seed by seed, is above two standard errors, which takes several
 seeds. No setting of an arm is changed after its first run. beta=1 of DiffusionNFT and its learning
 rate, that of the bundled job, were not searched.
+
+--quantized asks what `model.quantization` costs the reference: `int8_weights` and `int4_weights`
+are the reference with its frozen weights rounded, in training and in the rollouts, which share
+them; three seeds each. Fixed before their first run: an arm is level with the reference if the 95%
+interval of the difference (Student's t), seed by seed, holds 0, and behind if it lies below 0. With
+three seeds the interval has a half-width of 2.5 standard deviations of a difference, so that only a
+loss beyond it could be seen. Each LoRA is also scored on the full weights, with which others load
+it, in the cells whose rollout is `full`.
 """
 
 from __future__ import annotations
@@ -24,9 +33,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ladder
-from cells import RESULTS, make_missing
+from cells import RESULTS, make_missing, save
 from ladder import REFERENCE
 from learning import CLIP, Run, measure
+
+from flowgrpo_rc.commands.evaluate import evaluated
+from flowgrpo_rc.config.tree import stored_config
 
 STUDY = "algorithms"
 ROLLOUT, _ = REFERENCE
@@ -49,6 +61,11 @@ ARMS: Mapping[str, Sequence[str]] = {
     "tight_clip": TIGHT,
     "dual_clip": (*TIGHT, "actor.diffusion_loss.dual_clip=4"),
 }
+# Not compared with the others: the reference with frozen weights in few bits.
+QUANTIZED: Mapping[str, Sequence[str]] = {
+    f"{name}_weights": (*FLOW_GRPO, f"model.quantization={name}") for name in ("int8", "int4")
+}
+FULL = "full"
 FIRST = ("diffusion_nft", "flow_grpo")
 QUICK = (
     *BUDGET,
@@ -62,7 +79,7 @@ QUICK = (
 
 def overrides(run: Run, budget: Sequence[str] = BUDGET) -> list[str]:
     """Lists the overrides of a run: its arm's settings, and the budget of all runs."""
-    return [*ARMS[run.arm], *budget]
+    return [*(ARMS | QUANTIZED)[run.arm], *budget]
 
 
 def plan(num_seeds: int) -> list[Run]:
@@ -72,12 +89,23 @@ def plan(num_seeds: int) -> list[Run]:
     return [*(Run(ROLLOUT, arm, seed) for arm in FIRST for seed in seeds), *others]
 
 
+def score_on_full_weights(name: str, root: Path, results: Path) -> None:
+    """Scores the LoRA of a run on weights that are not quantized, and saves a cell of its own."""
+    config = stored_config(root / "config.yaml")
+    run = Run(FULL, f"{config.model.quantization}_weights", config.trainer.seed)
+    config.model.quantization = None
+    scores = evaluated(root, config, (), quiet=True)
+    found = {"before": scores.base["reward"], "after": scores.lora["reward"]}
+    save(STUDY, run.name, run._asdict() | found, results)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and makes the runs that are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quantized", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -85,10 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.quick and given.results == RESULTS:
         parser.error("--quick needs a folder of its own: give --results")
     runs = plan(1)[:1] if given.quick else plan(given.seeds)
+    if given.quantized:
+        runs = [Run(ROLLOUT, arm, seed) for seed in (1, 2, 3) for arm in QUANTIZED]
     budget = QUICK if given.quick else BUDGET
 
     def make(run: Run) -> None:
-        measure(run, overrides(run, budget), STUDY, given.results)
+        also = score_on_full_weights if given.quantized else None
+        measure(run, overrides(run, budget), STUDY, given.results, also)
 
     make_missing(STUDY, runs, make, workers=given.workers, folder=given.results)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.models.quantization import quantized_layers, repeated_blocks
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.rollout.quantization import quantized_layers, repeated_blocks
 
 GROUP = 32  # weights of a row that share a scale, as in rollout.quantization=int4
 

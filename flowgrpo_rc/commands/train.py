@@ -24,6 +24,7 @@ from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
+from flowgrpo_rc.models.quantization import precision
 from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints
 from flowgrpo_rc.records.console import Console
@@ -207,7 +208,7 @@ def notes(config: Config) -> Iterator[str]:
         yield (
             "no fault of the engine is reported by the size of the mismatch: what rounding makes "
             f"of it cannot be measured for a rollout in {'+'.join(formats)} and a training graph "
-            f"in {config.model.dtype}"
+            f"in {precision(config.model.dtype, config.model.quantization)}"
         )
 
 

@@ -53,6 +53,8 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     useless = f"has no effect with {name}: drop it"
     images = rollout.pipeline.condition_images
     needs_means = config.data.replay_dir is None and config.keep_means()
+    own = config.model.quantization and f"model.quantization={config.model.quantization}"
+    quantized = own or f"rollout.quantization={rollout.quantization}"
     aligned = config.actor.replay == "aligned"
     refuse(
         (engine.kind != kind, f"{name} samples from model.kind={engine.kind}, not {kind}"),
@@ -63,9 +65,14 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         (rollout.compile and not engine.compiles, f"rollout.compile=true {useless}"),
         (rollout.merge_lora and not engine.merges_lora, f"rollout.merge_lora=true {useless}"),
         (
-            rollout.merge_lora and rollout.quantization,
-            "rollout.merge_lora=true cannot add a LoRA to the weights of rollout.quantization="
-            f"{rollout.quantization}: drop one of them",
+            rollout.quantization and own,
+            f"rollout.quantization={rollout.quantization}: {name} samples with the trainer's "
+            f"weights, which {own} has rounded already: drop one of them",
+        ),
+        (
+            rollout.merge_lora and (own or rollout.quantization),
+            f"rollout.merge_lora=true cannot add a LoRA to the weights of {quantized}: drop one of "
+            "them",
         ),
         (
             config.trainer.tf32 and rollout.dtype == "fp32" and not engine.copies_network,

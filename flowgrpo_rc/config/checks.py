@@ -32,13 +32,14 @@ from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import FlowModel, adapter_of
+from flowgrpo_rc.models.causal_lm import check_quantization
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
 from flowgrpo_rc.rewards.manager import check_kind
 from flowgrpo_rc.rollout.check_model import check_model
-from flowgrpo_rc.rollout.quantization import check_layers
+from flowgrpo_rc.rollout.quantization import check_shapes
 from flowgrpo_rc.training.optim import check_optimizer
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     LoRA; None for a language model.
     """
     if config.model.kind != "diffusion":
+        check_quantization(config.model)
         return None
     adapter = adapter_of(config.model)
     check_model(adapter, config.rollout)
@@ -162,7 +164,7 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
         network = add_lora(model, config.model, config.trainer.seed)
     check_optimizer(list(lora_parameters(network).values()), config.actor.optim)
     if config.rollout.quantization is not None:
-        check_layers(network, config.rollout.quantization)
+        check_shapes(network, config.rollout.quantization)
     return model
 
 

@@ -52,7 +52,7 @@ def _merges_at_no_loss(config: Config) -> bool:
     """
     return (
         engine_class(config).merges_lora
-        and config.rollout.quantization is None
+        and config.rollout.quantization is config.model.quantization is None
         and config.model.dtype != "bf16"
         and config.actor.replay != "aligned"
     )

@@ -23,10 +23,11 @@ from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DECOUPLED_CLIP, DiffusionLossConfig, LossConfig
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
-from flowgrpo_rc.plugins import in_seconds
+from flowgrpo_rc.plugins import in_seconds, load_class
 from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.rewards.manager import RewardConfig
-from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.config import PACKAGE, RolloutConfig
+from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 _CLIP = "clip_ratio"
@@ -178,6 +179,9 @@ class Config:
             return None
         if rollout.merge_lora and self.model.dtype == "bf16":
             return None  # the sum rounds weights that were exact
+        engine: type[RolloutEngine[Any]] = load_class(PACKAGE, rollout.name, RolloutEngine)
+        if self.model.quantization and not engine.copies_network:
+            return None  # it samples with weights that are not quantized
         return relative_size(rollout.spec().dtype, self.model.dtype, self.trainer.mixed_precision)
 
     def why_recompute(self) -> str | None:

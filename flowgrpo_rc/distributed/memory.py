@@ -8,7 +8,7 @@ from pathlib import Path
 
 _UPDATE = "actor.ppo_micro_batch_size_per_gpu"
 _ROLLOUT = "rollout.micro_batch_size_per_gpu"
-_FORMATS = "model.dtype=bf16, rollout.dtype=bf16 or rollout.quantization"
+_FORMATS = "model.dtype=bf16, model.quantization, rollout.dtype=bf16 or rollout.quantization"
 # Phase of a run, as in `timing_s/*` -> what to change.
 _REMEDIES = {
     "loading": f"try {_FORMATS}",

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of, component_class
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import read_index
+from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.reading import blaming, load_tokenizer, read_mapping
 
 META = torch.device("meta")
@@ -41,6 +42,9 @@ def build_architecture(config: ModelConfig) -> FlowModel:
         for name, value in index.items()
         if not name.startswith("_")
     }
+    if config.quantization is not None:
+        for name in adapter.networks:
+            quantize_blocks(components[name], config.quantization, META)
     with blaming(f"model.path={config.path}: {INDEX_FILES['diffusion']}"):
         return adapter(getattr(diffusers, adapter.pipeline_class)(**components), META)
 

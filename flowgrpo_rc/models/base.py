@@ -33,6 +33,7 @@ from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable
+from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
 from flowgrpo_rc.plugins import concrete_subclasses, load_class
@@ -409,6 +410,9 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
             )
         pipeline = _load_pipeline(config, getattr(diffusers, adapter.pipeline_class), Path(folder))
     pipeline.set_progress_bar_config(disable=True)
+    if config.quantization is not None:
+        for name in adapter.networks:
+            quantize_blocks(getattr(pipeline, name), config.quantization, device)
     return adapter(
         pipeline,
         device,

@@ -24,6 +24,7 @@ from flowgrpo_rc.batch import Said
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import model_file
+from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.reading import blaming, load_weights, loading, read_mapping
 
 # How config.json calls the number of positions: most models, MPT, decoders of speech.
@@ -193,12 +194,7 @@ def check_context(config: ModelConfig, prompt: int, response: int, most: int | N
 
 def _context(config: ModelConfig) -> int | None:
     """Returns the positions that config.json gives a model; None where it gives no number."""
-    from transformers import AutoConfig
-
-    model_file(config.path, INDEX_FILES["causal_lm"])
-    with loading(f"model.path={config.path}"):
-        whole = AutoConfig.from_pretrained(config.location(), trust_remote_code=False)
-    settings = whole.get_text_config(decoder=True)
+    settings = _settings(config).get_text_config(decoder=True)
     found = (getattr(settings, name, None) for name in _POSITIONS)
     limit = next((number for number in found if isinstance(number, int) and number > 0), None)
     rope = getattr(settings, "rope_parameters", None) or {}
@@ -206,6 +202,25 @@ def _context(config: ModelConfig) -> int | None:
         return limit
     trained = rope.get("original_max_position_embeddings") or limit
     return max(limit, int(trained * (rope.get("factor") or 1)))
+
+
+def check_quantization(config: ModelConfig) -> None:
+    """Raises ValueError if `model.quantization` does not suit the model, by config.json."""
+    from transformers import AutoModelForCausalLM
+
+    if config.quantization is not None:
+        settings = _settings(config)
+        with torch.device("meta"), blaming(f"model.path={config.path}"):
+            network = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+        quantize_blocks(network, config.quantization, torch.device("meta"))
+
+
+def _settings(config: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    model_file(config.path, INDEX_FILES["causal_lm"])
+    with loading(f"model.path={config.path}"):
+        return AutoConfig.from_pretrained(config.location(), trust_remote_code=False)
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
@@ -223,6 +238,8 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
         dtype=DTYPES[config.dtype],
         trust_remote_code=False,
     )
+    if config.quantization is not None:
+        quantize_blocks(network, config.quantization, device)
     model = CausalLM(network, load_tokenizer(config), device, config.chat_template_kwargs)
     # A masked model, such as BERT, has this interface too, and looks ahead.
     ids = torch.tensor([[2, 2], [2, 3]], device=device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.models.quantization import GROUPS
 from flowgrpo_rc.plugins import check_choice, check_least
 
 # Endings of files that hold the weights of a whole model, which other programs load.
@@ -27,6 +28,8 @@ class ModelConfig:
     path: a local folder or a hub id.
     dtype: precision of the frozen weights. The LoRA is fp32; with `fp64`, which is for exact
         comparisons on a CPU, it is fp64 too.
+    quantization: of the frozen weights of the blocks, for training and the rollouts that copy
+        them: int8, int4 or nf4, 4 bits on the scale of a normal distribution; null for none.
     lora_rank: inner dimension of the LoRA.
     lora_alpha: the LoRA is added with strength lora_alpha / lora_rank.
     lora_init: `gaussian` or the default of peft; either way the model starts unchanged.
@@ -46,6 +49,7 @@ class ModelConfig:
     kind: str = "diffusion"
     path: str = ""
     dtype: str = "fp32"
+    quantization: str | None = None
     lora_rank: int = 32
     lora_alpha: int = 64
     lora_init: str = "gaussian"
@@ -71,6 +75,13 @@ class ModelConfig:
         """Raises ValueError for settings that cannot work or have no effect; loads nothing."""
         check_choice("model.kind", self.kind, INDEX_FILES)
         check_choice("model.dtype", self.dtype, ("fp32", "bf16", "fp64"))
+        if self.quantization is not None:
+            check_choice("model.quantization", self.quantization, GROUPS)
+        if self.quantization is not None and self.dtype == "fp64":
+            raise ValueError(
+                f"model.quantization={self.quantization} with model.dtype=fp64, which is for exact "
+                "comparisons: set model.dtype=fp32 or bf16, or drop one of them"
+            )
         check_choice("model.lora_init", self.lora_init, ("gaussian", "default"))
         if self.lora_rank == 0:
             raise ValueError(

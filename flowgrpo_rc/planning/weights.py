@@ -14,10 +14,11 @@ from flowgrpo_rc.config.checks import batch_bytes, num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.models.quantization import QuantizedLinear, precision, quantized_layers
 from flowgrpo_rc.plugins import load_class
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.manager import PACKAGE
-from flowgrpo_rc.rollout.quantization import INT4_GROUP, precision, quantized_layers
+from flowgrpo_rc.rollout.quantization import INT4_GROUP
 from flowgrpo_rc.rollout.replica import lora_layers
 
 Row = tuple[str, int, str]  # name, bytes, formula
@@ -51,6 +52,13 @@ class Job:
         """The bytes of each network, without the LoRA."""
         return {name: _num_bytes(part) for name, part in self.networks.items()}
 
+    @cached_property
+    def saved(self) -> int:
+        """The bytes by which `model.quantization` makes the transformers smaller."""
+        layers = [m for m in self.model.network.modules() if isinstance(m, QuantizedLinear)]
+        plain = sum(numbers_in(layer) * layer.scale.itemsize for layer in layers)
+        return plain - sum(map(_num_bytes, layers))
+
     @property
     def transformers(self) -> int:
         """The bytes of the transformers, without the LoRA."""
@@ -80,7 +88,7 @@ class Job:
     def engine(self) -> int:
         """The bytes of an engine that has a pipeline of its own."""
         vae = self.parts["vae"]
-        others = self.in_rollout(sum(self.parts.values()) - vae)
+        others = self.in_rollout(sum(self.parts.values()) + self.saved - vae)
         return others + vae // 4 * DTYPES[self.config.rollout.dtype].itemsize
 
     def in_rollout(self, size: int) -> int:
@@ -91,7 +99,10 @@ class Job:
 
 def numbers_in(part: nn.Module) -> int:
     """Returns how many frozen parameters a network has; those of a LoRA are not frozen."""
-    return sum(p.numel() for p in part.parameters() if not p.requires_grad)
+    packed = [module for module in part.modules() if isinstance(module, QuantizedLinear)]
+    own = {p for layer in packed for p in (layer.codes, layer.scale)}
+    plain = [p.numel() for p in part.parameters() if not p.requires_grad and p not in own]
+    return sum(plain) + sum(layer.in_features * layer.out_features for layer in packed)
 
 
 def as_size(number: int) -> str:
@@ -170,7 +181,8 @@ def on_the_host(job: Job) -> list[Row]:
         formula = f"engines of {here} process(es): {as_size(job.engine)} each{beside}"
         rows.append(("sleeping engines", here * (idle + job.engine), formula))
     loading = f"a pipeline{beside}; several where more memory is free"
-    return [*rows, ("while loading", (here - 1) * idle + sum(job.parts.values()), loading)]
+    stored = sum(job.parts.values()) + job.saved
+    return [*rows, ("while loading", (here - 1) * idle + stored, loading)]
 
 
 def _num_bytes(part: nn.Module) -> int:
@@ -187,7 +199,8 @@ def _transformer(job: Job) -> Row:
         shards = per_node if per_node > 1 else job.processes
         spread = f"/ {shards} (fsdp2; {as_size(job.transformers)} while loading)"
     name = "transformers" if len(job.model.networks) > 1 else "transformer"
-    formula = f"{job.config.model.dtype} weights and buffers, {spread}"
+    held = precision(job.config.model.dtype, job.config.model.quantization)
+    formula = f"{held} weights and buffers, {spread}"
     return name, job.transformers // shards, formula
 
 
@@ -201,7 +214,10 @@ def _copy_that_samples(job: Job, strategy: str) -> Row:
             return "rollout engine", 0, where
         return "rollout engine", job.engine, f"{where}, always"
     itemsize = DTYPES[rollout.dtype].itemsize
-    size, lora = job.in_rollout(job.transformers), itemsize * job.trained
+    # Copies in another precision share the codes of quantized weights, unless these are split.
+    codes = sum(p.nbytes for p in job.model.network.parameters() if not p.is_floating_point())
+    shared = 0 if strategy == "fsdp2" else codes
+    size, lora = job.in_rollout(job.transformers - codes) + codes - shared, itemsize * job.trained
     if rollout.quantization is not None:
         linear, quantized = _quantized(job, rollout.quantization)
         size += quantized - linear * itemsize

@@ -162,8 +162,11 @@ def _precision(config: Mapping[str, Any]) -> str:
         return ""
     quantization = setting(config, "rollout.quantization")
     sampled = f"{rollout} with {quantization}" if quantization else str(rollout)
-    mixed = setting(config, "trainer.mixed_precision")
+    mixed, packed = (
+        setting(config, key) for key in ("trainer.mixed_precision", "model.quantization")
+    )
     trained = f"{training} with {mixed}" if mixed not in (None, "no", False) else str(training)
+    trained += f" with {packed} weights" if packed else ""
     return f"rollout {sampled}, training {trained}"
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from flowgrpo_rc.batch import SamplerSpec, TokenSpec
 from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, sliding_start, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
+from flowgrpo_rc.models.quantization import precision
 from flowgrpo_rc.plugins import check_choice, check_engine_name, check_least
 from flowgrpo_rc.rollout.devices import AUTO
-from flowgrpo_rc.rollout.quantization import PACKAGES, precision
+from flowgrpo_rc.rollout.quantization import PACKAGES
 
 PACKAGE = "flowgrpo_rc.rollout"
 

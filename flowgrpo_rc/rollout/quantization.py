@@ -7,11 +7,12 @@ LoRA itself, norms, embedders and the last projection keep the replica's precisi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from flowgrpo_rc.models.quantization import check_layers, quantized_layers
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +22,6 @@ logger = logging.getLogger(__name__)
 # but int8_dynamic multiply in the replica's precision.
 PACKAGES = dict.fromkeys(("int8", "int4", "fp8", "int8_dynamic"), "torchao")
 INT4_GROUP = 32
-
-
-def precision(dtype: str, quantization: str | None) -> str:
-    """Returns the name of a sampler's precision in specs and tables: `bf16`, `bf16+int8`."""
-    return dtype if quantization is None else f"{dtype}+{quantization}"
 
 
 def check_device(
@@ -72,11 +68,16 @@ def quantize(network: nn.Module, name: str) -> None:
     """Quantizes the blocks' linear layers in place. ValueError if their shapes do not allow it."""
     from torchao.quantization import quantize_
 
-    check_layers(network, name)
+    check_shapes(network, name)
     if name == "int8_dynamic":  # a worker's machine may be another than the one that was checked
         check_int8_products(next(network.parameters()).device)
     for layer in quantized_layers(network):
         quantize_(layer, _torchao_config(name, layer.weight.device))
+
+
+def check_shapes(network: nn.Module, name: str) -> None:
+    """Raises ValueError for a layer whose shape the quantization does not allow."""
+    check_layers(network, "rollout.quantization", name, INT4_GROUP if name == "int4" else None)
 
 
 def plain_layers(network: nn.Module) -> int:
@@ -102,32 +103,6 @@ def count_quantized(network: nn.Module) -> tuple[int, int]:
     ]
     layers = [weights for weights in matrices if weights]
     return sum(any(map(is_quantized, weights)) for weights in layers), len(layers)
-
-
-def check_layers(network: nn.Module, name: str) -> None:
-    """Raises ValueError for a layer whose shape the quantization does not allow."""
-    for layer in quantized_layers(network):
-        if name == "int4" and layer.in_features % INT4_GROUP:
-            raise ValueError(
-                "rollout.quantization=int4 takes layers whose inputs are multiples of "
-                f"{INT4_GROUP}; the model has one of {layer.in_features}"
-            )
-
-
-def quantized_layers(network: nn.Module) -> list[nn.Linear]:
-    """Returns the linear layers of the blocks, also those that a LoRA wraps, but not the LoRA's."""
-    return [
-        module
-        for block in repeated_blocks(network)
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and "lora_" not in name
-    ]
-
-
-def repeated_blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """Yields the members of the outermost module lists: a transformer's blocks, in order."""
-    for child in network.children():
-        yield from child if isinstance(child, nn.ModuleList) else repeated_blocks(child)
 
 
 def _torchao_config(name: str, device: torch.device) -> Any:

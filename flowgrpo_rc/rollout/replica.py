@@ -16,14 +16,9 @@ from flowgrpo_rc.distributed.numerics import rounds_to_tf32
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.lora_files import ADAPTER
 from flowgrpo_rc.models.networks import transformers
+from flowgrpo_rc.models.quantization import precision, repeated_blocks
 from flowgrpo_rc.rollout.engine import R, RolloutEngine, check_tensors
-from flowgrpo_rc.rollout.quantization import (
-    PACKAGES,
-    plain_layers,
-    precision,
-    quantize,
-    repeated_blocks,
-)
+from flowgrpo_rc.rollout.quantization import PACKAGES, plain_layers, quantize
 
 S = TypeVar("S", bound=Spec)
 
@@ -56,6 +51,8 @@ class Replica:
         memo: dict[int, Any] = {id(tensor): tensor for tensor in frozen}
         if any(tensor.dtype != DTYPES[dtype] for tensor in frozen):
             memo = {id(tensor): _converted(tensor, DTYPES[dtype]) for tensor in stored}
+        # The codes of `model.quantization` are the same in each precision.
+        memo |= {id(p): p for p in network.parameters() if not p.is_floating_point()}
         replica = copy.deepcopy(network, memo=memo)
         self.lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
         self.network: Any = replica.eval()

@@ -58,7 +58,7 @@ def arms() -> dict[str, list[str]]:
         for arm in time_to_reward_arms.ARMS
         if arm not in time_to_reward_arms.RETIRED
     }
-    for arm in algorithms.ARMS:
+    for arm in (*algorithms.ARMS, *algorithms.QUANTIZED):
         found[f"algorithms-{arm}"] = algorithms.overrides(Run("fp32", arm, seed=1))
     for rollout, of_rollout in whole_job.ARMS.items():
         for arm in of_rollout:

@@ -21,6 +21,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.models.quantization import repeated_blocks
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
@@ -31,7 +32,6 @@ from flowgrpo_rc.rollout.quantization import (
     check_device,
     count_quantized,
     quantize,
-    repeated_blocks,
 )
 from flowgrpo_rc.rollout.replica import Replica
 
