@@ -37,6 +37,12 @@ def test_the_bundled_job(nft: Config) -> None:
     assert settled(config).algorithm.rollout_correction.centered is False
 
 
+def test_quantized_weights_explain_nothing_of_an_engine_with_full_ones() -> None:
+    int4 = ("rollout.dtype=bf16", "model.quantization=int4")
+    assert config_of(*int4).expected_mismatch() == config_of(int4[0]).expected_mismatch()
+    assert config_of(*int4, "rollout.name=vllm_omni").expected_mismatch() is None
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

@@ -38,6 +38,10 @@ RC = "algorithm.rollout_correction"
         (f'{RC}.rollout_rs_threshold="2.0_0.5"', ["rollout_rs_threshold"]),
         # Two settings that exclude each other.
         ("rollout.merge_lora=true rollout.quantization=int8", ["merge_lora", "int8"]),
+        ("rollout.merge_lora=true model.quantization=int8", ["merge_lora", "model.quantization"]),
+        ("rollout.quantization=int8 model.quantization=int8", ["has rounded already: drop one"]),
+        ("model.quantization=int8 model.dtype=fp64 trainer.mixed_precision=no", ["dtype=fp64"]),
+        ("model.quantization=fp8", ["model.quantization='fp8'", "int8, int4, nf4"]),
         ("rollout.algo.shared_prefix=true rollout.algo.window_sharing=sample", ["shared_prefix"]),
         ("rollout.algo.shared_prefix=true actor.replay=aligned", ["shared_prefix", "aligned"]),
         ("rollout.n=4 actor.train_n=2 actor.replay=aligned", ["actor.train_n=2", "aligned"]),

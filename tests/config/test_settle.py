@@ -118,6 +118,7 @@ def test_a_lora_is_merged_where_that_loses_nothing():
     assert merges("rollout.dtype=bf16") is True  # fp32 weights are rounded to bf16 anyway
     assert merges("model.dtype=bf16") is False
     assert merges("rollout.quantization=int8") is False
+    assert merges("model.quantization=int8") is False
     assert merges("trainer.strategy=fsdp2") is False
     assert merges(*ALIGNED.split()) is False
     assert merges("rollout.name=vllm_omni") is False

@@ -212,6 +212,17 @@ def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode:
     assert_same_training(trained_alone(workplace, mode), run)
 
 
+def test_quantized_weights_that_are_sharded_give_the_same_bits(workplace: Path) -> None:
+    int4 = ("model.quantization=int4", "model.dtype=fp32", "rollout.dtype=fp32")
+    states = []
+    for strategy in ("ddp", "fsdp2"):
+        run = workplace / f"int4_{strategy}"
+        options = (*int4, f"trainer.strategy={strategy}", f"trainer.output_dir={run}")
+        launch(2, *TRAIN, *settings(workplace, "bypass"), *options)
+        states.append(final_state(run))
+    assert states[0] == states[1]
+
+
 @needs_ray
 def test_two_processes_share_a_worker(workplace: Path) -> None:
     run = workplace / "workers"

@@ -14,8 +14,9 @@ from support.plans import ARCHITECTURES, job
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.architecture import build_architecture, unpack_architecture
 from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.models.quantization import quantized_layers
 from flowgrpo_rc.planning.plan import make_plan
-from flowgrpo_rc.planning.weights import Job, memory
+from flowgrpo_rc.planning.weights import Job, memory, on_the_host
 from flowgrpo_rc.planning.work import counts
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 
@@ -220,6 +221,30 @@ def test_settings_that_save_memory() -> None:
     frozen = base["transformer"] + base["text encoders, VAE"]
     worker = frozen + base["LoRA"] + base["rollout copy"]
     assert f"each with a whole model: {worker / 2**30:.2f} GiB" in str(memory(away))
+
+
+@pytest.mark.parametrize(("name", "bits", "group"), [("int8", 8, None), ("nf4", 4, 64)])
+def test_quantized_training_weights(name: str, bits: int, group: int | None) -> None:
+    base, packed = sizes(job(SD35)), job(SD35, f"model.quantization={name}")
+    layers = quantized_layers(job(SD35).model.network)
+    weights = sum(layer.weight.numel() for layer in layers)
+    scales = sum(layer.weight.numel() // (group or layer.in_features) for layer in layers)
+    tables = 0 if name == "int8" else 4 * 512 * len(layers)
+    less = weights * (16 - bits) // 8 - 2 * scales - tables
+    assert packed.saved == less > base["transformer"] / 3
+    assert sizes(packed)["transformer"] == base["transformer"] - less
+    assert sizes(packed)["rollout copy"] == base["rollout copy"]
+    # A copy in another precision has the same codes.
+    in_fp32 = sizes(job(SD35, f"model.quantization={name}", "rollout.dtype=fp32"))["rollout copy"]
+    plain = base["transformer"] - 2 * weights
+    assert in_fp32 == 2 * (plain + 2 * scales + tables) + base["LoRA"]
+    # Parameters, and an engine with a pipeline of its own, are those of the file.
+    parameters = [make_plan(one, measure=False).parameters for one in (packed, job(SD35))]
+    assert parameters[0] == parameters[1]
+    own = "rollout.name=vllm_omni"
+    whole = job(SD35, own).engine
+    assert job(SD35, own, f"model.quantization={name}").engine == whole
+    assert on_the_host(packed)[-1][1] == on_the_host(job(SD35))[-1][1]
 
 
 def test_the_command(capsys: pytest.CaptureFixture) -> None:

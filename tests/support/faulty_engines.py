@@ -18,12 +18,12 @@ from torch import Tensor
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.core.random import normal, uniform
 from flowgrpo_rc.models.base import Schedule
+from flowgrpo_rc.models.quantization import precision
 from flowgrpo_rc.policies import flow
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.rollout import diffusers_engine
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
-from flowgrpo_rc.rollout.quantization import precision
 from flowgrpo_rc.rollout.transformers_engine import TransformersEngine
 
 
