@@ -210,7 +210,7 @@ def check_quantization(config: ModelConfig) -> None:
 
     if config.quantization is not None:
         settings = _settings(config)
-        with torch.device("meta"), blaming(f"model.path={config.path}"):
+        with torch.device("meta"), loading(f"model.path={config.path}"):
             network = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
         quantize_blocks(network, config.quantization, torch.device("meta"))
 
