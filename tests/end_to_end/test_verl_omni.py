@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 from support.reward_servers import answering, scripted
 from support.runs import WORDS, Train, read_rows
-from support.verl_omni_commands import QWEN_IMAGE, SD35
+from support.verl_omni_commands import NFT, QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
 
@@ -46,7 +46,7 @@ def parquet_files(folder: Path) -> None:
         parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
 
 
-@pytest.mark.parametrize("command", [SD35, QWEN_IMAGE], ids=["sd35", "qwen_image"])
+@pytest.mark.parametrize("command", [SD35, QWEN_IMAGE, NFT], ids=["sd35", "qwen_image", "nft"])
 def test_a_published_command_trains_with_the_reward_that_it_names(
     checkpoint: Path, tmp_path: Path, command: list[str]
 ) -> None:
