@@ -1,11 +1,11 @@
-"""The table of docs/evidence.md that compares other algorithms with FlowGRPO."""
+"""The tables of docs/evidence.md that compare other algorithms, and few bits, with FlowGRPO."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
 
-from algorithms import ARMS, ROLLOUT, STUDY
+from algorithms import ARMS, FULL, QUANTIZED, ROLLOUT, STUDY
 from cells import Cell
 from learning_tables import NOTHING, Estimate, Runs, after, by_cell, difference, estimate
 from tables import markdown
@@ -13,9 +13,9 @@ from tables import markdown
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
 
 
-def runs_of(cells: Mapping[str, Cell], arm: str) -> Runs:
+def runs_of(cells: Mapping[str, Cell], arm: str, rollout: str = ROLLOUT) -> Runs:
     """Returns the runs of an arm by seed."""
-    return by_cell(cells, (ROLLOUT,), (arm,)).get((ROLLOUT, arm), {})
+    return by_cell(cells, (rollout,), (arm,)).get((rollout, arm), {})
 
 
 def rewards(cells: Mapping[str, Cell]) -> str:
@@ -54,6 +54,24 @@ def missing(cells: Mapping[str, Cell]) -> str:
     return ", ".join(f"`{arm}`" for arm in ARMS if arm not in ran) or "none"
 
 
+def quantized(cells: Mapping[str, Cell]) -> str:
+    """Makes the table of runs with frozen weights in few bits."""
+    rows = []
+    for arm in QUANTIZED:
+        runs = runs_of(cells, arm)
+        before = f"{next(iter(runs.values()))['before']:.3f}"
+        gaps = [_less(cells, arm, rollout).signed for rollout in (ROLLOUT, FULL)]
+        rows.append([f"`{arm}`", before, str(after(runs)), *gaps])
+    header = ["arm", "reward before", "after", "less fp32", "on the full weights"]
+    return markdown(header, rows)
+
+
+def _less(cells: Mapping[str, Cell], arm: str, rollout: str) -> Estimate:
+    found = difference(runs_of(cells, arm, rollout), runs_of(cells, "flow_grpo"))
+    assert found is not None
+    return found
+
+
 def nft_gap(cells: Mapping[str, Cell]) -> Estimate | None:
     """Compares DiffusionNFT with FlowGRPO, seed by seed."""
     return difference(runs_of(cells, "diffusion_nft"), runs_of(cells, "flow_grpo"))
@@ -68,8 +86,18 @@ def nft_is_level(cells: Mapping[str, Cell]) -> bool:
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "algorithms_rewards": rewards,
     "algorithms_missing": missing,
+    "quantized": quantized,
     "algorithms_nft": lambda cells: str(gap.signed) if (gap := nft_gap(cells)) else NOTHING,
 }
 CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "algorithms_nft_is_level": nft_is_level,
+    "quantized_is_level": lambda cells: all(
+        abs(gap.mean) <= gap.half
+        for arm in QUANTIZED
+        for gap in (_less(cells, arm, ROLLOUT), _less(cells, arm, FULL))
+    ),
+    "quantized_int4_is_lower": lambda cells: all(
+        run["after"] < runs_of(cells, "flow_grpo")[seed]["after"]
+        for seed, run in runs_of(cells, "int4_weights").items()
+    ),
 }
