@@ -56,7 +56,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(name: str) -> Path:
         if not (root / name).exists():
-            (TINY | VARIANTS)[name].save(root / name)
+            tiny = (TINY | VARIANTS)[name]
+            for package in tiny.packages:
+                pytest.importorskip(package)
+            tiny.save(root / name)
         return root / name
 
     return folder

@@ -41,28 +41,22 @@ def test_a_mapping_of_rewards_replaces_those_of_the_file(
     assert terms(*overrides) == found
 
 
-def test_a_mapping_of_options_replaces_those_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "defaults: [tiny_ocr, _self_]\nrollout: {engine_kwargs: {one: 1}}\n"
-    )
-    where = {"config_dir": str(tmp_path), "config_name": "mine"}
-    for line, found in (("={two: 2}", {"two": 2}), (".two=2", {"one": 1, "two": 2})):
-        composed = compose_config([f"rollout.engine_kwargs{line}"], **where)
-        assert composed.rollout.engine_kwargs == found
-
-
 def test_no_rewards_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"reward\.terms is empty: .*reward\.terms=\{pickscore"):
         terms("reward.terms={}")
 
 
-def test_a_file_adds_rewards_to_those_that_it_builds_on(tmp_path: Path) -> None:
-    """Files are joined key by key, as Hydra composes them."""
+def test_a_file_is_joined_with_the_one_that_it_builds_on(tmp_path: Path) -> None:
+    """Key by key, as Hydra composes them; a mapping of the command line replaces the file's."""
     (tmp_path / "mine.yaml").write_text(
         "defaults: [tiny_ocr, _self_]\nreward: {terms: {jpeg: {weight: 1}}}\n"
+        "rollout: {engine_kwargs: {one: 1}}\n"
     )
-    found = terms(config_dir=str(tmp_path), config_name="mine")
-    assert found.keys() == {"ocr", "jpeg"}
+    where = {"config_dir": str(tmp_path), "config_name": "mine"}
+    assert terms(**where).keys() == {"ocr", "jpeg"}
+    for line, found in (("={two: 2}", {"two": 2}), (".two=2", {"one": 1, "two": 2})):
+        composed = compose_config([f"rollout.engine_kwargs{line}"], **where)
+        assert composed.rollout.engine_kwargs == found
 
 
 def test_it_replaces_the_rewards_of_a_run_that_is_evaluated(tmp_path: Path) -> None:

@@ -49,10 +49,24 @@ IMAGES = [
     ("actor.optim.learning_rate=1", "actor.optim.learning_rate"),
     ("+new.key=1", "unknown key new.key"),
     ("actor.optim.lr=fast", "fast"),
-    ("rollout.n=many", "many"),
     ("data.shuffle=False", "compat.ignore=[data.shuffle]"),
+    # A section, or a list, is something else.
+    ("actor=2", "actor=2: a section of keys, such as actor.diffusion_loss"),
+    ("actor_rollout_ref.actor=2", "actor=2: a section of keys"),
+    ("rollout.algo=sde", "rollout.algo='sde': a section of keys"),
+    ("reward.terms=3", "reward.terms=3: a section of keys"),
+    (f"{RC}.rollout_rs=seq_mean_k1,token_k1", "must be a list"),
     # Out of range.
     ("rollout.n=1", "rollout.n=1"),
+    ("actor.optim.lr=inf", "actor.optim.lr=inf"),
+    ("actor.train_n=0", "actor.train_n=0: give at least 1"),
+    ("rollout.algo.sde_window_range=[3]", "sde_window_range=[3]: give two step indices"),
+    ("rollout.algo.tail=heun", "rollout.algo.tail='heun': allowed are euler, ab2"),
+    ("rollout.algo.tail_steps=0", "rollout.algo.tail_steps=0: give at least 1"),
+    ("rollout.val_kwargs.batch_size=0", "rollout.val_kwargs.batch_size=0"),
+    ("rollout.pipeline.condition_images=1", "rollout.pipeline.condition_images=1"),
+    ("rollout.pipeline.condition_images=-1", "condition_images=-1: give at least 0"),
+    (f'{RC}.rollout_rs_threshold="2.0_0.5"', "rollout_rs_threshold"),
     ("rollout.dtype=int3", "rollout.dtype='int3'"),
     ("rollout.dtype=int4", "set rollout.quantization=int4"),
     ("model.lora_rank=100000", "model.lora_rank=100000: no layer with a LoRA has a larger rank"),
@@ -90,7 +104,29 @@ IMAGES = [
     ("actor.replay=aligned actor.steps_per_forward=null", "actor.steps_per_forward=None"),
     ("actor.ema.update_interval=99", "4 updates"),
     ("data.train_batch_size=64", "data.train_batch_size=64"),
+    (
+        "rollout.merge_lora=true rollout.quantization=int8",
+        "cannot add a LoRA to the weights of roll",
+    ),
+    ("rollout.merge_lora=true model.quantization=int8", "model.quantization"),
+    ("rollout.quantization=int8 model.quantization=int8", "has rounded already: drop one"),
+    ("model.quantization=int8 model.dtype=fp64 trainer.mixed_precision=no", "dtype=fp64"),
+    ("model.quantization=fp8", "model.quantization='fp8': allowed are int8, int4, nf4"),
+    ("rollout.algo.shared_prefix=true rollout.algo.window_sharing=sample", "shared_prefix"),
+    (
+        "rollout.algo.shared_prefix=true actor.replay=aligned",
+        "with rollout.algo.shared_prefix=true",
+    ),
+    (
+        "rollout.n=4 actor.train_n=2 actor.replay=aligned",
+        "actor.replay=aligned: actor.train_n=2 leaves",
+    ),
+    ("actor.train_n=1 actor.ppo_micro_batch_size_per_gpu=4", "2 samples of a min"),
+    ("rollout.dtype=fp64 trainer.mixed_precision=bf16", "trainer.mixed_precision=no"),
+    ("trainer.tf32=true rollout.name=vllm_omni rollout.dtype=fp32", "set rollout.dtype=bf16"),
     # Without effect.
+    ("rollout.pipeline.condition_pixels=99", "condition_pixels=99 has no effect"),
+    ("rollout.algo.tail=ab2 rollout.algo.sde_window_range=[1,4]", "tail=ab2 has no effect"),
     ("data.negative_prompt=blurry", "data.negative_prompt='blurry'"),
     ("actor.token_loss.clip_ratio_low=0.1", "actor.token_loss is set"),
     ("rollout.temperature=0.5", "rollout.temperature is set"),
@@ -205,8 +241,10 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 def dry_run_refuses(ask: Ask, given: list[str], words: str, *, code: int = 2) -> Answer:
     dry = ask("train", "--dry-run", *given)
     assert dry.code == code, dry.error
-    assert dry.error.splitlines()[-1].startswith("error: ")
-    assert words in dry.error
+    *again, error = dry.error.splitlines()
+    assert error.startswith("error: ")
+    assert all("given" in line for line in again[:1]), again
+    assert words in error
     return dry
 
 
@@ -256,15 +294,17 @@ def test_texts(ask: Ask, further: str, words: str) -> None:
         ("rollout.quantization=fp8", "fp8 needs torchao: pip install 'torchao"),
         ("actor.optim.name=adamw_8bit", "adamw_8bit needs torchao: pip install 'torchao"),
         ("rollout.compile=true", "C++ compiler"),
+        ("rollout.name=vllm_omni", "is not installed: pip install 'vllm"),
+        ("rollout.name=vllm", "is not installed: pip install 'vllm"),
     ],
 )
 def test_what_is_not_installed(
     ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch, further: str, words: str
 ) -> None:
-    for module in (check_engine, training_config):
+    for module in (check_engine, training_config, vllm_engine, vllm_omni_engine):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
-    refused(ask, [*overrides, further], words)
+    refused(ask, [*(TEXT if further.endswith("=vllm") else overrides), further], words)
 
 
 @pytest.fixture
@@ -286,14 +326,15 @@ def fetch(cache: Path, repository: str, *names: str) -> None:
         file.touch()
 
 
+PICKSCORE = "reward.terms.pickscore.path=yuvalkirstain/PickScore_v1"
 JUDGE = "reward.terms.judge={_target_: vlm_judge, path: some/judge}"
 
 
 @pytest.mark.parametrize(
     ("further", "words"),
     [
-        ("reward.terms.pickscore.weight=1", "reward.terms.pickscore.path=yuvalkirstain/PickScore"),
-        ("trainer.suites=[pickscore]", "suite pickscore: reward.terms.pickscore.path=yuvalkirst"),
+        ("reward.terms.pickscore.weight=1", PICKSCORE),
+        ("trainer.suites=[pickscore]", f"suite pickscore: {PICKSCORE}"),
         (JUDGE, "reward.terms.judge.path=some/judge"),
     ],
 )
@@ -317,16 +358,6 @@ def test_a_local_reward_without_weights(ask: Ask, overrides: list[str], tmp_path
     (tmp_path / "clip" / "config.json").write_text("{}")
     given = [*overrides, f"reward.terms.clip.path={tmp_path / 'clip'}"]
     dry_run_refuses(ask, given, f"reward.terms.clip.path={tmp_path / 'clip'}: no file of weights")
-
-
-@pytest.mark.parametrize("name", ["vllm_omni", "vllm"])
-def test_an_engine_that_is_not_installed(
-    ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    for module in (vllm_engine, vllm_omni_engine):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
-    given = overrides if name == "vllm_omni" else TEXT
-    refused(ask, [*given, f"rollout.name={name}"], "is not installed: pip install 'vllm")
 
 
 def test_shapes_that_low_precision_does_not_allow(ask: Ask, overrides: list[str]) -> None:
@@ -453,20 +484,14 @@ def test_a_calibration_needs_a_machine_and_a_plan_does_not(
         ("rollout.pipeline.num_frames=9", "makes images"),
         ("reward.terms.jpeg.objctive=x", "objctive"),
         ("rollout.pipeline.height=33", "rollout.pipeline.height=33"),
+        ("reward.terms.pickscore.weight=1", PICKSCORE),
+        ("--suite pickscore", PICKSCORE),
     ],
 )
-def test_an_evaluation_is_checked(ask: Ask, folder: RunFolder, further: str, words: str) -> None:
-    folder.lora.mkdir()
-    found = ask("eval", str(folder.root), further)
-    assert found.code == 2
-    assert words in found.error
-
-
-@pytest.mark.parametrize("words", [["reward.terms.pickscore.weight=1"], ["--suite", "pickscore"]])
-def test_an_evaluation_asks_for_the_weights_of_rewards(
-    ask: Ask, folder: RunFolder, cache: Path, words: list[str]
+def test_an_evaluation_is_checked(
+    ask: Ask, folder: RunFolder, cache: Path, further: str, words: str
 ) -> None:
     folder.lora.mkdir()
-    found = ask("eval", str(folder.root), *words)
+    found = ask("eval", str(folder.root), *further.split())
     assert found.code == 2
-    assert "reward.terms.pickscore.path=yuvalkirstain/PickScore_v1" in found.error
+    assert words in found.error

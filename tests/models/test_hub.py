@@ -104,18 +104,14 @@ def test_a_hub_that_never_answers_is_asked_once(
     assert len(asked) == 1
 
 
-def test_a_path_that_no_hub_has() -> None:
-    with pytest.raises(
-        ValueError, match=r"^model\.path=a/b/c: there is no such folder, and Repo id"
-    ):
+def test_a_local_folder_is_asked_first(tmp_path: Path) -> None:
+    assert model_file(str(tmp_path), NAME) == tmp_path / NAME
+    words = r"^model\.path=a/b/c: there is no such folder, and Repo id"
+    with pytest.raises(ValueError, match=words):
         model_file("a/b/c", NAME)
 
 
-def test_a_local_folder_is_asked_first(tmp_path: Path) -> None:
-    assert model_file(str(tmp_path), NAME) == tmp_path / NAME
-
-
-def test_what_is_large_is_asked_for_by_one_head_request(
+def test_what_is_large_is_asked_for_by_head_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: Asked = []
@@ -123,10 +119,7 @@ def test_what_is_large_is_asked_for_by_one_head_request(
         check_on_hub("a/b", WEIGHTS, key="path")
     assert asked == [("HEAD", "/a/b/main/model.safetensors")]
     assert not any(file.is_file() for file in tmp_path.rglob("*"))
-
-
-def test_weights_in_parts_are_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: Asked = []
+    asked.clear()  # weights in parts are weights
     words = "path=a/b: this repository of the Hub has no model.safetensors and no model.safet"
     server = hub(monkeypatch, tmp_path, 404, "EntryNotFound", asked)
     with server, pytest.raises(ValueError, match=words):

@@ -84,8 +84,6 @@ def damage(file: Path, how: str) -> str:
 def test_every_component_of_every_pipeline_has_to_have_its_weights(
     saved: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
-    for package in TINY[family].packages:
-        pytest.importorskip(package)
     found = weights(saved(family))
     index = read_index(ModelConfig(path=str(saved(family))))
     assert {"transformer", "vae", "text_encoder"} <= set(found) <= set(index)
@@ -134,8 +132,6 @@ def test_one_of_several_files_is_gone(lm_config: ModelConfig, tmp_path: Path) ->
 def test_parts_of_a_pipeline_that_nobody_understands_are_named(
     saved: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
-    for package in TINY[family].packages:
-        pytest.importorskip(package)
     config = ModelConfig(path=str(tmp_path / "model"))
     folder = Path(shutil.copytree(saved(family), config.path))
     for name in ("transformer", "vae", "scheduler"):

@@ -41,8 +41,6 @@ NO_WAY = [
 @pytest.mark.parametrize("family", TINY)
 def test_only_schedulers_of_flows_are_taken(saved: Callable[[str], Path], family: str) -> None:
     tiny = TINY[family]
-    for package in tiny.packages:
-        pytest.importorskip(package)
     model = build_architecture(ModelConfig(path=str(saved(family))))
     spec = tiny.spec("sde", tiny.guided, num_inference_steps=4)
 

@@ -57,7 +57,5 @@ def make_subject(name: str, saved: Callable[[str], Path]) -> Subject:
             f"the adapter for {name} has no random checkpoint: add one to TINY in "
             "tests/support/tiny_models.py"
         )
-    for package in (TINY | VARIANTS)[name].packages:
-        pytest.importorskip(package)
     folder = saved(name)
     return Subject(folder, (TINY | VARIANTS)[name], adapter_of(ModelConfig(path=str(folder))))
