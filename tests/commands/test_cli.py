@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from support.launching import ran
 
 HEAVY = ("torch", "diffusers", "transformers", "hydra", "omegaconf", "numpy", "accelerate", "rich")
 HEAVY += ("mkdocs", "latex2mathml")  # of the documentation alone
@@ -34,13 +34,8 @@ except SystemExit as stopped:
     ids=["help", "train", "serve-reward", "nothing", "typo", "no_number", "no_folder"],
 )
 def test_help_and_usage_errors_import_nothing_heavy(words: list[str], code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, *words],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines()[-1] == f"{code} []"
+    done = ran(sys.executable, "-W", "error", "-c", PROGRAM, *words)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{code} []")
 
 
 @pytest.mark.parametrize(
@@ -56,11 +51,7 @@ def test_help_and_usage_errors_import_nothing_heavy(words: list[str], code: int)
 def test_a_shell_completes_the_word_at_the_cursor(line: str, found: str) -> None:
     """argcomplete's protocol: the line in variables, the words on file descriptor 8."""
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    done = subprocess.run(
-        ["bash", "-c", 'exec "$0" -c "$1" 8>&1 9>&2', sys.executable, PROGRAM],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **asked, "COMP_TYPE": "9"},
-    )
-    assert done.stdout == found
+    script = 'exec "$0" -c "$1" 8>&1 9>&2'
+    environment = os.environ | asked | {"COMP_TYPE": "9"}
+    done = ran("bash", "-c", script, sys.executable, PROGRAM, env=environment)
+    assert (done.returncode, done.stdout) == (0, found)

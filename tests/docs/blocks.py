@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from support.documented import ROOT, Block, arguments, blocks
 from support.faults import forked
+from support.launching import ran
 
 from flowgrpo_rc.cli import main
 
@@ -61,15 +61,7 @@ def _run_line(line: str, folder: Path) -> Path:
     given = arguments(line)
     if given is None:
         own = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run(
-            ["bash", "-ec", line],
-            cwd=folder,
-            env=os.environ | own,
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        done = ran("bash", "-ec", line, cwd=folder, env=os.environ | own)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     else:
         _run(lambda: main([*given, *CAP.get(given[0], "").split()]), folder)

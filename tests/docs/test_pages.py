@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from support.documented import PAGES, ROOT, Block, arguments, blocks
+from support.launching import ran
 
 from flowgrpo_rc.cli import _parsed
 from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
@@ -38,14 +38,12 @@ def test_every_block_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
 def test_shell_parses(block: Block) -> None:
-    done = subprocess.run(
-        ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False
-    )
+    done = ran("bash", "-n", input=block.text)
     assert done.returncode == 0, done.stderr
     for line in block.lines():
         if line.startswith("make "):
             targets = shlex.split(line, comments=True)[1:]
-            subprocess.run(["make", "-n", *targets], cwd=ROOT, check=True, capture_output=True)
+            assert ran("make", "-n", *targets, cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize(("block", "line"), COMMANDS, ids=[str(block) for block, _ in COMMANDS])

@@ -26,6 +26,7 @@ from support.launching import (
     launch,
     launch_environment,
     no_process_of,
+    ran,
     train_command,
     wait_for,
 )
@@ -183,20 +184,6 @@ def trained_by_two(workplace: Path, strategy: str, mode: str) -> Path:
     return run
 
 
-def run_command(
-    command: list[str | Path], *, environment: dict[str, str], cwd: Path | None = None
-) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize(
     ("strategy", "mode"),
     [
@@ -286,7 +273,7 @@ def test_a_slurm_job_on_two_nodes_is_requeued_and_trains_what_one_process_does(
     command = ["bash", ROOT / "examples/slurm.sh", *settings(workplace, "decoupled"), *options]
 
     def submit() -> str:
-        done = run_command(command, environment=launch_environment() | job, cwd=workplace)
+        done = ran(*command, env=launch_environment() | job, cwd=workplace)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
@@ -418,7 +405,7 @@ def test_a_process_of_torchrun_that_fails_takes_the_others_down(
     options = ("trainer.strategy=fsdp2", "trainer.timeout_s=3600")  # far beyond the test's
     launcher = ["torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     command = [sys.executable, "-m", *launcher, *TRAIN, *failing, *options]
-    done = run_command(command, environment=launch_environment(tmp_path))
+    done = ran(*command, env=launch_environment(tmp_path))
     assert done.returncode != 0
     assert "error: process 0 of 2 cannot reach another one" in done.stderr
     assert "this process fails alone" in done.stderr

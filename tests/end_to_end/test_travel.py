@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
+from support.launching import ran
 from support.runs import Train, final_state, fingerprint, training_rows
 
 import flowgrpo_rc
@@ -35,15 +36,8 @@ def elsewhere(root: Path, *commands: list[str]) -> subprocess.CompletedProcess:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package, root / "flowgrpo_rc", ignore=ignored, dirs_exist_ok=True)
     shutil.copytree(config_folder(), root / "configs", dirs_exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return ran(sys.executable, "-c", COMMANDS, json.dumps(commands), cwd=root, env=environment)
 
 
 def trained(run: Path) -> tuple[object, ...]:

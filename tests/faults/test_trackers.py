@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from typing import NoReturn
 import pytest
 from accelerate.tracking import TensorBoardTracker
 from support.faults import Harm, Trained, command, fault, some, words_of
-from support.launching import alone
+from support.launching import alone, ran
 from support.runs import final_state, read_rows
 
 from flowgrpo_rc.records import samples
@@ -123,14 +122,8 @@ def test_a_console_that_is_gone(survives, tmp_path: Path, how: str) -> None:
 def test_head(small: list[str], tmp_path: Path, processes: int) -> None:
     words = words_of(small, f"trainer.num_processes={processes}")[1:]
     script = '"$@" | head -n 1; exit "${PIPESTATUS[0]}"'
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", sys.executable, "-m", "flowgrpo_rc.train", *words],
-        env=alone(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    program = (sys.executable, "-m", "flowgrpo_rc.train")
+    done = ran("bash", "-c", script, "bash", *program, *words, env=alone(), timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 1
     assert read_rows(tmp_path / "run")[-1]["step"] == 3

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
-from support.launching import ROOT
+from support.launching import ROOT, ran
 
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers, validate_loggers
 
@@ -149,9 +148,7 @@ def two_commands(logger: str, folder: Path) -> list[Path]:
         "WANDB_MODE": "offline",
     }
     words = [sys.executable, "-c", TWO_COMMANDS, logger, "api_key=topsecret"]
-    done = subprocess.run(
-        words, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False
-    )
+    done = ran(*words, cwd=folder, env=os.environ | own)
     assert done.returncode == 0, done.stdout + done.stderr
     files = [path for path in folder.rglob("*") if path.is_file()]
     content = b"".join(str(path).encode() + path.read_bytes() for path in files)

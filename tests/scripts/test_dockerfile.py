@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 from support.documented import ROOT
+from support.launching import ran
 
 
 class Instruction(NamedTuple):
@@ -77,15 +77,8 @@ class Build:
 
     def run(self, command: str) -> str:
         """Runs a command and returns what it printed."""
-        done = subprocess.run(
-            ["sh", "-ec", self._inside(command)],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        words = ("sh", "-ec", self._inside(command))
+        done = ran(*words, cwd=self.folder, env=self.environment)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout
 
@@ -134,9 +127,7 @@ def test_names_of_system_packages_are_debian_s() -> None:
         for step in steps
         for name in step.split("--no-install-recommends")[1].split("&&")[0].split()
     ]
-    listed = subprocess.run(
-        ["apt-cache", "pkgnames"], capture_output=True, text=True, check=True
-    ).stdout.split()
+    listed = ran("apt-cache", "pkgnames").stdout.split()
     if "python3-venv" not in listed:
         pytest.skip("apt-get update has not been run here")
     assert sorted(set(names) - set(listed)) == []

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 from support.documented import ROOT
 
@@ -129,6 +130,12 @@ def alone(*folders: Path | None) -> dict[str, str]:
     """Returns an environment without a launcher."""
     environment = launch_environment(*folders)
     return {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
+
+
+def ran(*command: str | Path, timeout: float = 900, **options: Any) -> subprocess.CompletedProcess:
+    """Runs a program to its end, whatever its exit code; what it prints is kept as text."""
+    kept: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    return subprocess.run(command, timeout=timeout, **kept, **options)
 
 
 def free_port() -> int:
