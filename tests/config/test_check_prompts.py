@@ -192,11 +192,7 @@ def test_suites_are_checked_too(
 @pytest.fixture
 def chats(tmp_path: Path) -> list[str]:
     """Overrides of a small run whose prompts are chats, for a tokenizer with a template."""
-    folder = tmp_path / "lm"
-    bundled = assets.path("tiny_adder_lm")
-    folder.mkdir()
-    for file in bundled.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(assets.path("tiny_adder_lm"), tmp_path / "lm")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}{{ '+' + m.content }}{% endfor %}="
     tokenizer.save_pretrained(folder)
@@ -271,9 +267,8 @@ def test_letters_that_a_tokenizer_does_not_know_are_counted(
     said = "2 of 8 prompts have letters unknown to the tokenizer, which are all read alike"
     assert f"{said}; the first is data.train_files: {file}, line 4" in caplog.text
     caplog.clear()
-    assert (
-        main(["train", "--dry-run", *chats, "model.chat_template_kwargs.chat_template='1='"]) == 0
-    )
+    template = "model.chat_template_kwargs.chat_template='1='"
+    assert main(["train", "--dry-run", *chats, template]) == 0
     assert "7 of 8 prompts become the same tokens as another prompt; the first is" in caplog.text
     caplog.clear()
     # T5's vocabulary lacks the letter, and CLIP's has every byte.

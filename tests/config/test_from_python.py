@@ -119,22 +119,36 @@ def test_callbacks_are_checked_before_anything_is_composed(callbacks: object, wo
         flowgrpo_rc.train({"no.such_key": 1}, callbacks=callbacks)  # type: ignore[arg-type]
 
 
-CALLS: tuple[Callable[[], object], ...] = (
-    lambda: flowgrpo_rc.train({"rolout.n": 8}),
-    lambda: flowgrpo_rc.train({"model.path": "a/b/c"}),
-    lambda: flowgrpo_rc.evaluate("nowhere"),
-    lambda: flowgrpo_rc.compare("nowhere"),
-    lambda: flowgrpo_rc.plan(fit=-1),
-    lambda: flowgrpo_rc.export("nowhere", "out"),
+JPEG = {"jpeg": {"weight": 1}}
+CALLS: tuple[tuple[Callable[[], object], str], ...] = (
+    (lambda: flowgrpo_rc.train("rollout.n=8"), r"give a list of overrides"),
+    (lambda: flowgrpo_rc.train({"rollout.n": {1, 2}}), r"rollout\.n=\{1, 2\}: a setting is a text"),
+    (lambda: flowgrpo_rc.train({"rolout.n": 8}), r"did you mean"),
+    (lambda: flowgrpo_rc.train({"model.path": "a/b/c"}), r"a/b/c"),
+    (lambda: flowgrpo_rc.train(rewards={"ocr": 1}), r"'ocr'\]=1 is no.*\{'ocr': \{\"weight\": 1"),  # type: ignore[dict-item]
+    (lambda: flowgrpo_rc.train(rewards="ocr"), r"rewards='ocr': give .*\"ocr\": \{\"weight\""),  # type: ignore[arg-type]
+    (lambda: flowgrpo_rc.train({"reward.terms": {"jpg": {}}}, rewards=JPEG), r"you mean 'jpeg'"),
+    (lambda: flowgrpo_rc.train(["reward.terms.f.weight=2"], rewards=JPEG), r"jpeg: add 'f' to r"),
+    (lambda: flowgrpo_rc.evaluate("nowhere"), r"nowhere is not the folder of a run"),
+    (lambda: flowgrpo_rc.compare("nowhere"), r"\w"),
+    (lambda: flowgrpo_rc.plan(fit=-1), r"\w"),
+    (lambda: flowgrpo_rc.export("nowhere", "out"), r"\w"),
 )
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_wrong_input_reaches_a_notebook_without_its_causes(call: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"\w") as refused:
+@pytest.mark.parametrize(("call", "message"), CALLS)
+def test_wrong_input_reaches_a_notebook_before_anything_is_loaded_and_without_its_causes(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
         call()
     assert refused.value.__cause__ is None
     assert refused.value.__suppress_context__
     names = [frame.name for frame in traceback.extract_tb(refused.value.__traceback__)]
     assert names[-1] == "called"
     assert len(names) == 3  # this function, the lambda and the edge of the package
+
+
+def test_a_folder_that_is_no_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"nowhere is not the folder of a run"):
+        Run(Path("nowhere"))

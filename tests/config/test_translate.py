@@ -114,6 +114,8 @@ def test_a_key_that_stops_the_run_does_not_stop_the_composition(
     assert "compat.ignore=[data.shuffle,model.custom_chat_template]" in stopped
     with pytest.raises(ValueError, match="would change what is trained"):
         compose_config(command)
+    with pytest.raises(ValueError, match=r"compat\.ignore names data\.shufle"):
+        compose_config(["data.shuffle=False", "compat.ignore=[data.shuffle,data.shufle]"])
 
 
 def test_a_run_prints_no_wall(capsys: pytest.CaptureFixture) -> None:
@@ -160,6 +162,11 @@ def test_a_whole_command_takes_the_defaults_of_verl_omni() -> None:
     ]
     assert composed.rows[-1][1:3] == ("(what is not given)", "configs/verl_omni.yaml")
     assert compose_all(WHOLE, config_name="tiny_ocr").config.rollout.pipeline.width == 64
+    chosen = compose_all([*WHOLE, "reward.terms.ocr=null", "reward.terms.jpeg.weight=1"])
+    assert "reward.terms" not in of_kind(chosen, "stops the run")
+    # A chosen file leaves nothing unsaid.
+    compose_all(WHOLE, config_name="sd35_medium_ocr").check()
+    compose_all([*WHOLE, "+experiment=sd35_medium_ocr_8xh100"]).check()
 
 
 # --- Keys
@@ -481,16 +488,6 @@ def test_the_estimator_says_what_is_divided_by() -> None:
         assert config.algorithm.adv_estimator == estimator
 
 
-def test_a_whole_command_may_choose_its_reward_here() -> None:
-    chosen = compose_all([*WHOLE, "reward.terms.ocr=null", "reward.terms.jpeg.weight=1"])
-    assert "reward.terms" not in of_kind(chosen, "stops the run")
-
-
-def test_a_chosen_file_leaves_nothing_unsaid() -> None:
-    compose_all(WHOLE, config_name="sd35_medium_ocr").check()
-    compose_all([*WHOLE, "+experiment=sd35_medium_ocr_8xh100"]).check()
-
-
 def test_a_window_range_without_a_size_has_no_effect_in_verl_omni() -> None:
     window = f"{OTHER}rollout.algo.sde_window_range=[0,3]"
     whole = compose_all([*WHOLE, window])
@@ -500,11 +497,6 @@ def test_a_window_range_without_a_size_has_no_effect_in_verl_omni() -> None:
     assert sized.config.rollout.algo.sde_window_range == [0, 3]
     of_file = compose_config([window])  # and so is its size
     assert of_file.rollout.algo.sde_window_range == [0, 3]
-
-
-def test_ignoring_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"compat\.ignore names data\.shufle"):
-        compose_config(["data.shuffle=False", "compat.ignore=[data.shuffle,data.shufle]"])
 
 
 @pytest.mark.parametrize(

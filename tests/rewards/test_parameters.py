@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from flowgrpo_rc.api import train
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.function import Function, give
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, check_prompts
@@ -113,23 +112,3 @@ def test_what_a_function_of_lists_returns_gets_a_value_or_a_sentence(
     manager.close()
     assert message in manager.last_error["f"]
     assert found.valid.tolist() == [message.startswith("None"), False]
-
-
-def length(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(completion)) for completion in completions]
-
-
-def test_a_list_of_functions_takes_their_names(tmp_path: Any) -> None:
-    def ends(completion: str, target: str) -> bool:
-        return completion.endswith(target)
-
-    small: dict[str, object] = {"data.train_batch_size": 4, "actor.ppo_mini_batch_size": 4}
-    small |= {"trainer.total_training_steps": 1, "actor.ppo_micro_batch_size_per_gpu": 32}
-    small |= {"trainer.output_dir": tmp_path / "run", "trainer.device": "cpu"}
-    run = train(small, rewards=[length, ends], config_name="token_grpo")
-    assert {"length", "ends", "reward"} <= run.after.keys()
-    with pytest.warns(UserWarning, match="nothing was trained"):
-        run.resume(rewards=[length, ends])
-    for wrong in ([length, length], [lambda x, y: 0], length.__name__):
-        with pytest.raises(ValueError, match=r'give \{"mine": function'):
-            train(small, rewards=wrong, config_name="token_grpo")
