@@ -138,7 +138,7 @@ class Run:
     @public_call
     def resume(
         self,
-        overrides: Sequence[str] = (),
+        overrides: Overrides = (),
         *,
         rewards: RewardTerms | None = None,
         callbacks: Sequence[Callback] = (),
@@ -239,7 +239,7 @@ def train(
 @public_call
 def evaluate(
     run: Run | str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     rewards: RewardTerms | None = None,
     suites: Sequence[str] = (),
@@ -335,11 +335,11 @@ def _settings(
     return with_prompts(_with_rewards(composed, rewards, composed.reward.terms), prompts)
 
 
-def _stored(folder: Path, overrides: Sequence[str], rewards: RewardTerms | None) -> Config:
+def _stored(folder: Path, overrides: Overrides, rewards: RewardTerms | None) -> Config:
     """Returns the settings of a run with overrides and, if there are any, these rewards."""
-    path = RunFolder(folder).config
-    overridden = stored_config(path, [_NO_TERMS, *overrides]).reward.terms
-    return _with_rewards(stored_config(path, overrides), rewards, overridden)
+    path, lines = RunFolder(folder).config, override_lines(overrides, "overrides")
+    overridden = stored_config(path, [_NO_TERMS, *lines]).reward.terms
+    return _with_rewards(stored_config(path, lines), rewards, overridden)
 
 
 def _with_rewards(
@@ -376,7 +376,10 @@ def _named(rewards: RewardTerms) -> Mapping[str, Score | Mapping[str, Any]]:
     listed = rewards if isinstance(rewards, Sequence) else [rewards]
     named = {str(getattr(function, "__name__", "")): function for function in listed}
     if len(named) < len(listed) or not all(map(str.isidentifier, named)):
-        raise ValueError(f'rewards={rewards!r}: give {{"mine": function, "ocr": {{"weight": 1}}}}')
+        raise ValueError(
+            f"rewards={rewards!r}: each function of a list needs a name of its own, which a lambda "
+            'has not; else give {"mine": function, "ocr": {"weight": 1}}'
+        )
     return named
 
 

@@ -79,17 +79,18 @@ def check_callbacks(callbacks: Any) -> None:
             raise ValueError(f"callbacks: {callback!r} gets (step, metrics): {error}") from error
 
 
-def override_lines(overrides: Overrides) -> list[str]:
+def override_lines(overrides: Overrides, name: str = "config") -> list[str]:
     """Returns overrides as the command line has them.
 
     Args:
       overrides: lines, or values by dotted key. A text is taken as it is, whatever it holds.
+      name: of the argument, for errors.
 
     Raises:
       ValueError: one text in place of a list, or a value that no setting can have.
     """
     if isinstance(overrides, str):
-        raise ValueError(f"config={overrides!r}: give a list of overrides, such as [{overrides!r}]")
+        raise ValueError(f"{name}={overrides!r}: give a list of overrides, such as [{overrides!r}]")
     if isinstance(overrides, Mapping):
         return [f"{key}={_written(key, value)}" for key, value in overrides.items()]
     return list(overrides)

@@ -117,7 +117,8 @@ def give(name: str, score: Score) -> str:
     if not callable(score):
         raise ValueError(
             f"rewards[{name!r}]={score!r} is no function, such as f(sample, prompt), and no "
-            f'mapping, such as {{{name!r}: {{"weight": 1}}}}'
+            f'mapping, such as {{"ocr": {{"weight": 1}}}}; the weight of a function is the setting '
+            f"reward.terms.{name}.weight"
         )
     if (
         isinstance(score, FunctionType)

@@ -220,11 +220,14 @@ def test_resume_needs_the_function_of_another_session(
         with pytest.raises(ValueError, match=r"Run\.resume take rewards=\{'bright': the fun"):
             call()
         with pytest.raises(ValueError, match=r"^reward\.terms\.brigt is set \(did you mean"):
-            call(["reward.terms.brigt.weight=2"], rewards=bright)
+            call({"reward.terms.brigt.weight": 2}, rewards=bright)
     found = flowgrpo_rc.evaluate(stopped, rewards=bright)
     assert found.base["reward"] == pytest.approx(stopped.before["reward"])
     assert found.base["reward"] == pytest.approx(2 * found.base["bright"])
-    assert "dark" in flowgrpo_rc.evaluate(stopped, rewards={"dark": brightness}).lora
+    found = flowgrpo_rc.evaluate(
+        stopped, {"reward.terms.dark.weight": 3}, rewards={"dark": brightness}
+    )
+    assert found.lora["reward"] == pytest.approx(3 * found.lora["dark"])
     run = Run(stopped.folder).resume(rewards=bright, verbose=True)
     assert len(run.metrics) == 3
     assert "step 2/2" in capsys.readouterr().out
