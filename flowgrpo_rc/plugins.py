@@ -222,4 +222,5 @@ def _check_module(name: str, where: str) -> None:
             raise
         exists = False
     if not exists:
-        raise ValueError(f"{where}: there is no module {name!r}; is its folder on PYTHONPATH?")
+        advice = "write it without .py" if name.endswith(".py") else "is its folder on PYTHONPATH?"
+        raise ValueError(f"{where}: there is no module {name!r}; {advice}")

@@ -210,7 +210,7 @@ def asking_hub(repository: str, name: str, *, key: str) -> Iterator[None]:
     try:
         yield
     except LocalEntryNotFoundError as error:
-        why = _no_network(repository, error.__cause__)
+        why = _no_network(repository, error.__cause__, key)
         if isinstance(error.__cause__, HfHubHTTPError):
             why = f"the Hub refuses {name}: {error.__cause__}"
         raise ValueError(f"{where}: {why}") from error
@@ -232,15 +232,16 @@ def asking_hub(repository: str, name: str, *, key: str) -> Iterator[None]:
         raise ValueError(f"{where}: there is no such folder, and {error}") from error
 
 
-def _no_network(repository: str, cause: BaseException | None) -> str:
+def _no_network(repository: str, cause: BaseException | None, key: str) -> str:
     """Returns why a file that is not in the cache could not be fetched, and what helps."""
     why = f"{constants.ENDPOINT} cannot be reached ({cause})"
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE forbids to fetch it"
+    folder = repository.rpartition("/")[2]
     return (
         f"it is not in the local cache, and {why}; there is no local folder of this name either. "
-        f"On a machine with network: hf download {repository} --local-dir my_model; then copy the "
-        "folder here and give its path"
+        f"On a machine with network: hf download {repository} --local-dir {folder} (after hf auth "
+        f"login, if its licence asks for it); then copy the folder here and set {key}={folder}"
     )
 
 

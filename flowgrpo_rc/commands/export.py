@@ -50,6 +50,8 @@ def export_checkpoint(
         check_push(api, push_to_hub, public=public)
     check_card(Path(out))
     path, run_dir = checkpoint_and_run(checkpoint)
+    if Path(out).resolve() == run_dir.resolve():
+        raise ValueError(f"--out {out} is the folder of the run itself: give another one")
     config = stored_config(RunFolder(run_dir).config)
     loaded = load_checkpoint(path)
     if "lora" not in loaded.tensors:

@@ -44,6 +44,7 @@ def prepare_folder(
         settings, processes.device, processes.count, inputs.read, first_prompt=inputs.first_prompt
     )
     rows = MetricsFile(folder.metrics)
+    redone = [row["step"] for row in rows.rows() if row["step"] > max(step, 0)]
     for file in (rows, MetricsFile(folder.rejected_rows), MetricsFile(folder.health)):
         file.truncate_after(step)
     folder.drop_rollouts_after(step)
@@ -53,6 +54,8 @@ def prepare_folder(
         "trained again"
         for path in set_aside_after(folder.checkpoints, step)
     ]
+    if redone:
+        messages.append(f"steps from {redone[0]} on have no checkpoint: they are trained again")
     missing = rows.missing(step)
     if missing:
         messages.append(

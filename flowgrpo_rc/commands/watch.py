@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Serves the report of a run until it is interrupted."""
     run_dir = Path(arguments.run_dir)
     begun = any((run_dir / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
-    if not begun and run_dir.exists() and {file.name for file in run_dir.iterdir()} - _FIRST:
+    if run_dir.is_file() or not (begun or {file.name for file in run_dir.glob("*")} <= _FIRST):
         raise ValueError(f"{run_dir} is not the folder of a run")
     try:
         server = ReportServer(run_dir, arguments.port)

@@ -123,8 +123,9 @@ def test_a_run_without_numbers_is_waited_for(server: ReportServer) -> None:
 def test_what_cannot_be_watched_is_refused(
     server: ReportServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["watch", str(tmp_path)]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+    for place in (tmp_path, Path(__file__)):
+        assert main(["watch", str(place)]) == 2
+        assert f"{place} is not the folder of a run" in capsys.readouterr().err
     for port in (server.server_port, 70000):
         assert main(["watch", str(run_of(server)), "--port", str(port)]) == 2
         assert f"--port {port}: " in capsys.readouterr().err

@@ -125,8 +125,8 @@ CALLS: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: flowgrpo_rc.train({"rollout.n": {1, 2}}), r"rollout\.n=\{1, 2\}: a setting is a text"),
     (lambda: flowgrpo_rc.train({"rolout.n": 8}), r"did you mean"),
     (lambda: flowgrpo_rc.train({"model.path": "a/b/c"}), r"a/b/c"),
-    (lambda: flowgrpo_rc.train(rewards={"ocr": 1}), r"'ocr'\]=1 is no.*\{'ocr': \{\"weight\": 1"),  # type: ignore[dict-item]
-    (lambda: flowgrpo_rc.train(rewards="ocr"), r"rewards='ocr': give .*\"ocr\": \{\"weight\""),  # type: ignore[arg-type]
+    (lambda: flowgrpo_rc.train(rewards={"ocr": 1}), r"'ocr'\]=1 is no.*\{\"ocr\": \{\"weight\": 1"),  # type: ignore[dict-item]
+    (lambda: flowgrpo_rc.train(rewards="ocr"), r"rewards='ocr': each .*\"ocr\": \{\"weight\""),  # type: ignore[arg-type]
     (lambda: flowgrpo_rc.train({"reward.terms": {"jpg": {}}}, rewards=JPEG), r"you mean 'jpeg'"),
     (lambda: flowgrpo_rc.train(["reward.terms.f.weight=2"], rewards=JPEG), r"jpeg: add 'f' to r"),
     (lambda: flowgrpo_rc.evaluate("nowhere"), r"nowhere is not the folder of a run"),

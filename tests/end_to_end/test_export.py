@@ -59,3 +59,5 @@ def test_a_run_leaves_rejected_samples_and_a_card_that_works(
     assert main(["export", str(run), "--out", str(tmp_path / "mine")]) == 2
     assert "README.md that is not ours" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
+    assert main(["export", str(run), "--out", str(run)]) == 2
+    assert "is the folder of the run itself" in capsys.readouterr().err

@@ -74,14 +74,16 @@ def test_other_settings(own: list[str], setting: str) -> None:
     assert "accept_changed_inputs" not in ended.output
 
 
-@fault("rows of metrics.jsonl are gone", "the run goes on and says which")
+@fault("rows of metrics.jsonl are gone, or have no checkpoint", "the run goes on and says which")
 def test_missing_rows(own: list[str], tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     rows = path.read_text().splitlines(keepends=True)
     path.write_text(
         "".join(row for row in rows if '"step": 1,' not in row and '"step": 1}' not in row)
+        + '{"step": 9}\n'
     )
-    command(*own).expect(0, "lacks the rows of 1 steps, from 1")
+    said = "steps from 9 on have no checkpoint: they are trained again"
+    command(*own).expect(0, "lacks the rows of 1 steps, from 1", said)
 
 
 DAMAGED = {

@@ -69,3 +69,8 @@ def test_nothing_is_seen_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPa
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
     assert "False" in on_a_terminal("env", "RANK=1", sys.executable, "-c", code)
+
+
+def test_a_command_on_a_terminal_says_at_once_that_it_has_begun() -> None:
+    output = on_a_terminal(sys.executable, "-m", "flowgrpo_rc", "train", "--cfg", "job")
+    assert output.startswith("train: loads libraries and checks")

@@ -51,6 +51,7 @@ NOT_A_FUNCTION = 3
         ({"path": "..relative:score"}, "write it as"),
         ({"path": "no_such_module:score"}, "no module 'no_such_module'; is its folder on PYTHON"),
         ({"path": f"{HERE}.deeper:score"}, "there is no module"),
+        ({"path": "my_reward.py:score"}, "no module .my_reward.py.; write it without .py"),
         ({"path": f"{HERE}:missing"}, "has no function 'missing'"),
         ({"path": f"{HERE}:NOT_A_FUNCTION"}, "has no function 'NOT_A_FUNCTION'"),
         ({"path": "no_library:score"}, "no_library cannot be imported: ModuleNotFoundError: No mo"),
