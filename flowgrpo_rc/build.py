@@ -139,9 +139,16 @@ def assemble(
 
 def make_suite(suite: Suite, config: Config, task: Task) -> SuiteRunner:
     """Makes what asks a suite of the task's model, and of it without its LoRA."""
-    base = partial(reference_policy, task.model.network)
-    batch_size = config.rollout.val_kwargs.batch_size
-    return SuiteRunner(suite, task.sample, base, batch_size=batch_size)
+    asked: Any = task  # a dataclass, which keeps prompts encoded as its sampler needs them
+    if suite.sampler:
+        asked = dataclasses.replace(asked, config=suite.applied(config.rollout))
+    return SuiteRunner(
+        suite,
+        asked.sample,
+        partial(reference_policy, task.model.network),
+        batch_size=config.rollout.val_kwargs.batch_size,
+        protocol=suite.protocol(config.rollout, text=config.model.kind == "causal_lm"),
+    )
 
 
 def make_algorithm(config: Config, task: Task, processes: Processes) -> Algorithm[Any]:

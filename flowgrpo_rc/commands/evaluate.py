@@ -94,7 +94,8 @@ def _evaluate_by_suites(
             stem = sample_stem(folder.suites, suite.name, policy)
             firsts = scores.columns[TOTAL][: len(prompts), 0].tolist()
             task.save_samples(stem, scores.shown, prompts, firsts)
-        console.suite_table(suite.name, result.comparisons, result.groups)
+        title = f"{suite.name}, protocol {result.protocol.told()}"
+        console.suite_table(title, result.comparisons, result.groups)
     if folder.metrics.is_file():
         write_report(folder.root)
     return results

@@ -147,6 +147,10 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
         "rollout.pipeline": config.rollout.spec(),
         "rollout.val_kwargs": config.rollout.held_out_spec(),
     }
+    for suite in suites:
+        key, asked = f"suite {suite.name}: sampler", suite.applied(config.rollout)
+        check_model(adapter, asked, key, pinned=suite.sampler)
+        specs[key] = asked.held_out_spec()
     guided = any(adapter.cfg_scale(spec) > 1 for spec in specs.values())
     if config.data.negative_prompt and not guided:
         raise ValueError(

@@ -6,20 +6,25 @@ of them as its `base` and change some keys.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import places_of, read_prompts
 from flowgrpo_rc.files import plain_yaml
-from flowgrpo_rc.plugins import check_options, did_you_mean, in_seconds
+from flowgrpo_rc.plugins import check_least, check_options, did_you_mean, in_seconds
 from flowgrpo_rc.rewards.base import prompt_name
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
@@ -29,11 +34,29 @@ from flowgrpo_rc.rewards.manager import (
     check_prompts,
     requires_target,
 )
+from flowgrpo_rc.rollout.config import LEAST, SAMPLED, EvaluationConfig, RolloutConfig
 
 ENDINGS = (".yaml", ".yml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _LEAST_PROMPTS = 2  # an interval needs a spread
+# Options of rewards that say where and how fast they score.
+_OF_MACHINES = {"url", "api_key", "device", "batch_size", "timeout_s"}
 _TAKEN = {"reward", "change", "change_low", "change_high", "failed_fraction"}
+
+
+class SuiteProtocol(NamedTuple):
+    """Holds how the samples of a suite are made; two of its numbers compare if digests are equal.
+
+    `sampler` has size, steps and guidance as they count, or temperature and lengths of text. The
+    digest also covers prompts, samples of each, and rewards, without addresses and devices.
+    """
+
+    sampler: Mapping[str, Any] = {}
+    digest: str = ""  # empty of results of older versions
+
+    def told(self) -> str:
+        """Returns the protocol in words."""
+        return ", ".join([self.digest, *(f"{key} {value}" for key, value in self.sampler.items())])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +68,29 @@ class Suite:
     reward: RewardConfig
     seeds: int  # samples of each prompt; sample k starts from the same noise in all runs
     by: str | None  # field of the prompt file whose values split the result
+    sampler: Mapping[str, Any] = field(default_factory=dict)  # in place of rollout.val_kwargs
+
+    def applied(self, rollout: RolloutConfig) -> RolloutConfig:
+        """Returns the settings of a run, with the suite's own sampler in its evaluation."""
+        return replace(rollout, val_kwargs=replace(rollout.val_kwargs, **self.sampler))
+
+    def protocol(self, rollout: RolloutConfig, *, text: bool) -> SuiteProtocol:
+        """Returns how a run asks the suite; `text` of a language model."""
+        own = self.applied(rollout)
+        names: tuple[str, ...] = (*SAMPLED, "max_sequence_length")
+        read: Any = own.held_out_spec()
+        if text:
+            names = ("temperature", "prompt_length", "response_length")
+            read = replace(own, temperature=own.val_kwargs.temperature)
+        found = {name: getattr(read, name) for name in names}
+        sampler = {name: value for name, value in found.items() if value is not None}
+        terms = {
+            name: {key: value for key, value in term.items() if key not in _OF_MACHINES}
+            for name, term in self.reward.terms.items()
+        }
+        content = [sampler, self.seeds, terms, [asdict(prompt) for prompt in self.prompts]]
+        written = json.dumps(content, sort_keys=True, default=str).encode()
+        return SuiteProtocol(sampler, hashlib.sha256(written).hexdigest()[:8])
 
     def groups(self) -> list[str]:
         """Returns the value of `by` of each prompt; empty without it."""
@@ -68,6 +114,9 @@ def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
         with _blaming(text):
             check_kind(suite.reward, *kinds)
             check_needs(suite.reward)
+            for key in SAMPLED if "text" in kinds else ("temperature",):
+                if key in suite.sampler:
+                    raise ValueError(f"sampler.{key} has no effect on {' and '.join(kinds)}")
         suites.append(suite)
     for name, count in Counter(suite.name for suite in suites).items():
         if count > 1:
@@ -117,7 +166,10 @@ def _content(path: Path) -> dict[str, Any]:
         return content
     if str(base) not in bundled_suites():
         raise ValueError(f"base: {base!r} is none of {', '.join(bundled_suites())}")
-    return _content(assets.SUITES / f"{base}.yaml") | content
+    whole = _content(assets.SUITES / f"{base}.yaml")
+    if isinstance(content.get("sampler"), Mapping):
+        content["sampler"] = whole.get("sampler", {}) | content["sampler"]
+    return whole | content
 
 
 def _suite(content: dict[str, Any], n: Any, chats: bool) -> Suite:
@@ -128,6 +180,7 @@ def _suite(content: dict[str, Any], n: Any, chats: bool) -> Suite:
     for key, value in (("seeds", content["seeds"]), ("n", n)):
         if not (value is None and key == "n") and (type(value) is not int or value < 1):
             raise ValueError(f"{key}: {value!r} must be a whole number of at least 1")
+    content["sampler"] = _sampler(content.get("sampler", {}))
     reward = _reward(content["reward"])
     needs_target = requires_target(reward)
     prompts = read_prompts(files, require_target=needs_target, key="prompts", chats=chats)
@@ -143,6 +196,24 @@ def _suite(content: dict[str, Any], n: Any, chats: bool) -> Suite:
             named = prompt_name(prompt)
             raise ValueError(f"by: {by!r} is no field of {named}, which has {fields}")
     return Suite(**content | {"prompts": prompts, "reward": reward})
+
+
+def _sampler(given: Any) -> dict[str, Any]:
+    """Returns the keys of a suite's sampler, null ones left out, in the types of `val_kwargs`."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"sampler: {given!r} must be keys of rollout.val_kwargs")
+    allowed = (*SAMPLED, "temperature")
+    types = OmegaConf.structured(EvaluationConfig)
+    for key, value in given.items():
+        if key not in allowed:
+            hint = did_you_mean(str(key), allowed)
+            raise ValueError(f"sampler.{key}: unknown{hint}; there are {', '.join(allowed)}")
+        try:
+            types[key] = value
+            check_least(f"sampler.{key}", types[key], LEAST.get(f"val_kwargs.{key}", 0))
+        except OmegaConfBaseException as error:
+            raise ValueError(f"sampler.{key}: {str(error).splitlines()[0]}") from error
+    return {str(key): types[key] for key, value in given.items() if value is not None}
 
 
 def _reward(given: Any) -> RewardConfig:

@@ -17,7 +17,7 @@ from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.evaluation.held_out import NUM_SHOWN, HeldOutSampler, score_samples
 from flowgrpo_rc.evaluation.intervals import PolicyComparison, compare
-from flowgrpo_rc.evaluation.suite import Suite
+from flowgrpo_rc.evaluation.suite import Suite, SuiteProtocol
 from flowgrpo_rc.rewards.manager import RewardManager
 
 TOTAL = "reward"
@@ -38,6 +38,7 @@ class SuiteResult(NamedTuple):
     tuned: SuiteScores
     comparisons: Mapping[str, PolicyComparison]  # by column of the scores
     groups: Mapping[str, PolicyComparison]  # of the weighted sum, by value of the suite's `by`
+    protocol: SuiteProtocol = SuiteProtocol()
 
     def metrics(self) -> MetricBag:
         """Returns the metrics of a step, the same on all processes."""
@@ -68,12 +69,14 @@ class SuiteRunner:
         base: Callable[[], AbstractContextManager[None]],
         *,
         batch_size: int,
+        protocol: SuiteProtocol,
     ) -> None:
         """Loads nothing. `base` makes a context in which `sample` draws from the base model."""
         self._suite = suite
         self._sample = sample
         self._base = base
         self._batch_size = batch_size
+        self._protocol = protocol
         self._rewards = RewardManager(suite.reward)
         self._base_scores: SuiteScores | None = None
         # The first sample of every prompt comes first: they are the ones that are shown.
@@ -104,6 +107,7 @@ class SuiteRunner:
                 name: compare(before[TOTAL][groups == name], after[TOTAL][groups == name])
                 for name in dict.fromkeys(groups.tolist())
             },
+            self._protocol,
         )
 
     def close(self) -> None:

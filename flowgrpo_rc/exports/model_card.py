@@ -24,6 +24,7 @@ from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.samples import png_bytes, read_grid
+from flowgrpo_rc.records.suite_files import read_suite_results
 from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.report.charts import known
 from flowgrpo_rc.report.series import Row, points_of
@@ -99,6 +100,8 @@ def write_model_card(
         score_names=names,
         scores=scores,
         evaluated=evaluated,
+        # They were asked of the run's last weights, averaged.
+        suites=[] if raw or not rows or rows[-1]["step"] != step else _suites(run_dir),
         correction=correction,
         correction_set=[
             (key, value)
@@ -192,6 +195,16 @@ def _scores(
         for name in names
     ]
     return ("score", *columns), table, last["step"]
+
+
+def _suites(run_dir: Path) -> list[list[str]]:
+    """Returns name, protocol, scores and change of each suite that the run was asked."""
+    found = []
+    for result in read_suite_results(RunFolder(run_dir).suites):
+        base, tuned, change, _ = result.comparisons["reward"]
+        scores = [f"{base.mean:.4f}", f"{tuned.mean:.4f}", f"{change.mean:+.4f}"]
+        found.append([result.name, result.protocol.told(), *scores])
+    return found
 
 
 def _measured(rows: Sequence[Row]) -> list[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.evaluation.intervals import LEVEL, Estimate, PolicyComparison
-from flowgrpo_rc.evaluation.suite import Suite
+from flowgrpo_rc.evaluation.suite import Suite, SuiteProtocol
 from flowgrpo_rc.evaluation.suite_runner import SuiteResult, SuiteScores
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming, read_mapping
@@ -26,6 +26,7 @@ class StoredResult(NamedTuple):
     name: str
     prompts: int
     seeds: int
+    protocol: SuiteProtocol
     comparisons: Mapping[str, PolicyComparison]
     groups: Mapping[str, PolicyComparison]
 
@@ -42,6 +43,7 @@ def write_suite_result(folder: Path, suite: Suite, result: SuiteResult) -> None:
         "prompts": len(suite.prompts),
         "seeds": suite.seeds,
         "level": LEVEL,
+        **result.protocol._asdict(),
         "comparisons": _written(result.comparisons),
         "groups": _written(result.groups),
         "texts": [prompt.text for prompt in suite.prompts],
@@ -59,6 +61,7 @@ def read_suite_results(folder: Path) -> Iterator[StoredResult]:
                 path.stem,
                 int(row["prompts"]),
                 int(row["seeds"]),
+                SuiteProtocol(row.get("sampler", {}), str(row.get("digest", ""))),
                 _read(row["comparisons"]),
                 _read(row["groups"]),
             )

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, RolloutConfig
 
 
-def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
-    """Raises ValueError if a setting has no effect on the model, or one that it needs is null."""
+def check_model(
+    model: type[FlowModel],
+    rollout: RolloutConfig,
+    held_out: str = "rollout.val_kwargs",
+    *,
+    pinned: Collection[str] = (),
+) -> None:
+    """Raises ValueError if a setting has no effect on the model, or one that it needs is null.
+
+    `held_out` names the section of evaluation; keys in `pinned` were given, whatever their value.
+    """
     name, pipeline = model.pipeline_class, rollout.pipeline
     guidance = rollout.held_out_spec().guidance_scale
-    _check_guidance(model, pipeline, "rollout.pipeline", pipeline.guidance_scale)
-    _check_guidance(model, rollout.val_kwargs, "rollout.val_kwargs", guidance)
+    default = PipelineConfig.guidance_scale
+    _check_guidance(model, pipeline, "rollout.pipeline", pipeline.guidance_scale, default)
+    allowed = 1.0 if "guidance_scale" in pinned else default
+    _check_guidance(model, rollout.val_kwargs, held_out, guidance, allowed)
     only_true_cfg = model.cfg_key == "true_cfg_scale" and not model.embeds_guidance
     if only_true_cfg and pipeline.true_cfg_scale is None:
         raise ValueError(
@@ -22,9 +35,9 @@ def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
         raise ValueError(
             f"rollout.pipeline.num_frames is not set, and {name} makes videos: give their length"
         )
-    for key, given in (("pipeline", pipeline), ("val_kwargs", rollout.val_kwargs)):
+    for key, given in (("rollout.pipeline", pipeline), (held_out, rollout.val_kwargs)):
         if model.makes == "image" and given.num_frames is not None:
-            told = f"rollout.{key}.num_frames={given.num_frames}"
+            told = f"{key}.num_frames={given.num_frames}"
             raise ValueError(f"{told} has no effect: {name} makes images")
     if pipeline.condition_images and not model.takes_images:
         raise ValueError(
@@ -45,11 +58,15 @@ def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
 
 
 def _check_guidance(
-    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, key: str, scale: float
+    model: type[FlowModel],
+    given: PipelineConfig | EvaluationConfig,
+    key: str,
+    scale: float,
+    allowed: float,
 ) -> None:
-    """Refuses a scale below that of no guidance, and one without effect, except the default.
+    """Refuses a scale below that of no guidance, and one without effect.
 
-    `scale` is the `guidance_scale` that counts.
+    `scale` is the `guidance_scale` that counts; at `allowed` it may have no effect.
     """
     for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
         value = getattr(given, name)
@@ -60,7 +77,7 @@ def _check_guidance(
     if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
         raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
     uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
-    if not uses_guidance_scale and scale not in (1, type(given).guidance_scale):
+    if not uses_guidance_scale and scale not in (1, allowed):
         raise ValueError(f"{key}.guidance_scale={scale} has no effect: {used}")
     second = given.guidance_scale_2
     if second is not None and len(model.networks) < 2:

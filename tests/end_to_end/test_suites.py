@@ -11,6 +11,8 @@ from support.runs import Train, read_rows, stopped_and_whole
 
 import flowgrpo_rc
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.tree import stored_config
+from flowgrpo_rc.exports.model_card import write_model_card
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # The reward likes saturated colours, whatever is drawn; the suite reads the words.
@@ -43,7 +45,7 @@ def gamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(EXAMPLES / "saturation.py", folder)
     # The same words in every step: the reward rises, or it does not.
     (folder / "four.txt").write_text('"WSJKB"\n"AF4"\n"7SV9"\n"XAN5T"\n')
-    (folder / "few_words.yaml").write_text("base: words\nn: 24\nseeds: 1\n")
+    (folder / "few_words.yaml").write_text("base: words\nn: 24\nseeds: 1\nsampler: {width: 48}\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
@@ -72,10 +74,16 @@ def test_evaluate_agrees_with_the_training(
     monkeypatch.syspath_prepend(gamed)
     words = ["evaluate", "run", "--suite", "few_words.yaml", "--trust"]
     assert main(words) == 0
-    assert "suite few_words" in capsys.readouterr().out
+    assert "suite few_words, protocol" in capsys.readouterr().out
     last = read_rows(gamed / "run")[-1]
     stored = json.loads((gamed / "run" / "suites" / "few_words.json").read_text())
     found = stored["comparisons"]["reward"]
+    assert (stored["sampler"]["height"], stored["sampler"]["width"]) == (32, 48)
+    card = write_model_card(
+        gamed, gamed / "run", stored_config(gamed / "run" / "config.yaml"), step=8
+    )
+    for text in (card.read_text(), (gamed / "run" / "report.html").read_text()):
+        assert f"{stored['digest']}, height 32, width 48" in text
     assert found["change"]["mean"] == pytest.approx(last["suite/few_words/change"], abs=1e-12)
     assert found["tuned"]["mean"] == pytest.approx(last["suite/few_words/reward"], abs=1e-12)
     assert "Suite few_words: 24 prompts, 1 samples" in (gamed / "run" / "report.html").read_text()
@@ -134,4 +142,6 @@ def test_a_suite_is_checked_before_the_run_is_loaded(
     # The run names a reward of its own.
     assert "reward.terms.saturation.path=saturation:saturation" in refused("--suite", "words")
     assert "did you mean 'words'?" in refused("--trust", "--suite", "word")
+    # A benchmark's protocol is pinned, and the bundled model is small.
+    assert "suite ocr: sampler.height=512: this model" in refused("--trust", "--suite", "ocr")
     assert "no file nothing.yaml" in refused("--trust", "--suite", "nothing.yaml")

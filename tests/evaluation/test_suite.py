@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo_rc.evaluation.suite import bundled_suites, read_suite, read_suites
+from flowgrpo_rc.rollout.config import EvaluationConfig, RolloutConfig
 
 OWN = "prompts: own.txt\nreward: {terms: {jpeg: {weight: 2.0, quality: 80}}}\n"
 
@@ -38,7 +39,9 @@ def test_bundled_suites_are_whole(name: str) -> None:
     suite = read_suite(name)
     assert suite.name == name
     assert len(suite.prompts) >= 64
-    assert suite.seeds == 2
+    assert suite.seeds == (4 if name == "geneval-style" else 2)
+    # Of published benchmarks all is pinned; `words` is for first tries.
+    assert bool(suite.sampler) is (name != "words")
     if suite.by is not None:
         groups = suite.groups()
         assert len(set(groups)) >= 6
@@ -68,6 +71,27 @@ def test_a_base_and_other_prompts(own: Path) -> None:
     assert (suite.name, [prompt.target for prompt in suite.prompts]) == ("ocr", ["one", "two"])
 
 
+def test_the_digest_follows_what_a_number_depends_on(own: Path) -> None:
+    def digest(content: str, **run: int) -> str:
+        own.write_text(content)
+        rollout = RolloutConfig(val_kwargs=EvaluationConfig(**run))
+        return read_suite(str(own)).protocol(rollout, text=False).digest
+
+    first = digest(OWN)
+    assert first == digest(f"{OWN}sampler: {{num_inference_steps: 40}}")  # as the run has it
+    assert first == digest(OWN, batch_size=3)
+    changed = [f"{OWN}seeds: 3", f"{OWN}n: 4", f"{OWN}sampler: {{height: 64}}"]
+    changed.append(OWN.replace("80", "70"))
+    assert len({first, digest(OWN, width=64), *map(digest, changed)}) == 6
+    pinned = f"{OWN}sampler: {{width: 32}}"
+    assert digest(pinned, width=64) == digest(pinned)
+
+
+def test_a_base_keeps_the_keys_of_its_sampler_that_a_file_does_not_name(own: Path) -> None:
+    own.write_text("base: ocr\nsampler: {height: 48, guidance_scale: null}\n")
+    assert read_suite(str(own)).sampler == {"height": 48, "width": 512, "num_inference_steps": 40}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -93,6 +117,11 @@ def test_an_unknown_suite_is_named(given: str, message: str) -> None:
         (f"{OWN}seeds: 0", "seeds: 0 must be a whole number of at least 1"),
         (f"{OWN}n: 1", "an interval needs at least 2"),
         (f"{OWN}name: a/b", "name: 'a/b' must be letters"),
+        (f"{OWN}sampler: 40", "sampler: 40 must be keys of rollout.val_kwargs"),
+        (f"{OWN}sampler: {{heigth: 64}}", "sampler.heigth: unknown (did you mean 'height'?)"),
+        (f"{OWN}sampler: {{height: big}}", "sampler.height: Value 'big'"),
+        (f"{OWN}sampler: {{num_inference_steps: 0}}", "num_inference_steps=0: give at least 1"),
+        (f"{OWN}sampler: {{temperature: 1}}", "sampler.temperature has no effect on image"),
         (f"{OWN}by: tag", "by: 'tag' is no field of prompt 0"),
         (f"{OWN}base: geneval", "base: 'geneval' is none of"),
         ("prompts: own.txt\nreward: {jpeg: {}}", "as the section `reward` of a run"),

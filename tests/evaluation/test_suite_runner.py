@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.evaluation.held_out import HeldOut
-from flowgrpo_rc.evaluation.suite import Suite, read_suite
+from flowgrpo_rc.evaluation.suite import Suite, SuiteProtocol, read_suite
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 
+PROTOCOL = SuiteProtocol({}, "1a2b3c4d")
 RED = """
 def red(image, prompt):
     value = float(image[0, 0, 0])
@@ -71,7 +72,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Suite:
 
 def test_both_policies_start_from_the_same_noises(suite: Suite) -> None:
     painter = Painter([20, 40, 60, 80])
-    runner = SuiteRunner(suite, painter.sample, painter.base, batch_size=5)
+    runner = SuiteRunner(suite, painter.sample, painter.base, batch_size=5, protocol=PROTOCOL)
     processes = Processes(Accelerator(cpu=True))
     first = runner.run(processes, show=True)
     again = runner.run(processes)
@@ -114,7 +115,9 @@ def test_samples_do_not_depend_on_the_batch(suite: Suite) -> None:
     seeds = []
     for batch_size in (1, 12):
         painter = Painter([1, 2, 3, 4])
-        runner = SuiteRunner(suite, painter.sample, painter.base, batch_size=batch_size)
+        runner = SuiteRunner(
+            suite, painter.sample, painter.base, batch_size=batch_size, protocol=PROTOCOL
+        )
         runner.run(Processes(Accelerator(cpu=True)))
         runner.close()
         seeds.append(painter.asked)

@@ -55,6 +55,11 @@ BLUR = "data.negative_prompt=blur"
             [*VIDEO, f"{P}.num_frames=5", f"{V}.num_frames=4"],
             [f"{V}.num_frames=4", "1, 5, ..."],
         ),
+        (
+            "qwen",
+            [f"{P}.true_cfg_scale=1", f"{P}.guidance_scale=4.5", "trainer.suites=[ocr]"],
+            ["suite ocr: sampler.guidance_scale=4.5 has no effect"],
+        ),
         ("z_image", [f"{V}.height=20"], [f"{V}.height=20", "multiples of 8"]),
         ("sana", [f"{V}.width=0"], [f"{V}.width=0", "multiples of 32"]),
         ("sana", [f"{V}.num_frames=5"], [f"{V}.num_frames=5", "makes images"]),
