@@ -87,6 +87,7 @@ class Suite:
         terms = {
             name: {key: value for key, value in term.items() if key not in _OF_MACHINES}
             for name, term in self.reward.terms.items()
+            if term is not None
         }
         content = [sampler, self.seeds, terms, [asdict(prompt) for prompt in self.prompts]]
         written = json.dumps(content, sort_keys=True, default=str).encode()
@@ -202,12 +203,10 @@ def _sampler(given: Any) -> dict[str, Any]:
     """Returns the keys of a suite's sampler, null ones left out, in the types of `val_kwargs`."""
     if not isinstance(given, Mapping):
         raise ValueError(f"sampler: {given!r} must be keys of rollout.val_kwargs")
-    allowed = (*SAMPLED, "temperature")
     types = OmegaConf.structured(EvaluationConfig)
     for key, value in given.items():
-        if key not in allowed:
-            hint = did_you_mean(str(key), allowed)
-            raise ValueError(f"sampler.{key}: unknown{hint}; there are {', '.join(allowed)}")
+        if key not in (*SAMPLED, "temperature"):
+            raise ValueError(f"sampler.{key}: unknown{did_you_mean(str(key), SAMPLED)}")
         try:
             types[key] = value
             check_least(f"sampler.{key}", types[key], LEAST.get(f"val_kwargs.{key}", 0))
