@@ -17,9 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import places_of, read_prompts
@@ -34,11 +31,12 @@ from flowgrpo_rc.rewards.manager import (
     check_prompts,
     requires_target,
 )
-from flowgrpo_rc.rollout.config import LEAST, SAMPLED, EvaluationConfig, RolloutConfig
+from flowgrpo_rc.rollout.config import LEAST, SAMPLED, RolloutConfig
 
 ENDINGS = (".yaml", ".yml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _LEAST_PROMPTS = 2  # an interval needs a spread
+_WHOLE = ("height", "width", "num_frames", "num_inference_steps")
 # Options of rewards that say where and how fast they score.
 _OF_MACHINES = {"url", "api_key", "device", "batch_size", "timeout_s"}
 _TAKEN = {"reward", "change", "change_low", "change_high", "failed_fraction"}
@@ -200,19 +198,20 @@ def _suite(content: dict[str, Any], n: Any, chats: bool) -> Suite:
 
 
 def _sampler(given: Any) -> dict[str, Any]:
-    """Returns the keys of a suite's sampler, null ones left out, in the types of `val_kwargs`."""
+    """Returns the keys of a suite's sampler, as whole or other numbers, without null."""
     if not isinstance(given, Mapping):
         raise ValueError(f"sampler: {given!r} must be keys of rollout.val_kwargs")
-    types = OmegaConf.structured(EvaluationConfig)
+    found = {}
     for key, value in given.items():
         if key not in (*SAMPLED, "temperature"):
             raise ValueError(f"sampler.{key}: unknown{did_you_mean(str(key), SAMPLED)}")
-        try:
-            types[key] = value
-            check_least(f"sampler.{key}", types[key], LEAST.get(f"val_kwargs.{key}", 0))
-        except OmegaConfBaseException as error:
-            raise ValueError(f"sampler.{key}: {str(error).splitlines()[0]}") from error
-    return {str(key): types[key] for key, value in given.items() if value is not None}
+        number = int if key in _WHOLE else float
+        if type(value) not in (int, number, type(None)):
+            raise ValueError(f"sampler.{key}: {value!r} must be a number ({number.__name__})")
+        check_least(f"sampler.{key}", value, LEAST.get(f"val_kwargs.{key}", 0))
+        if value is not None:
+            found[str(key)] = number(value)
+    return found
 
 
 def _reward(given: Any) -> RewardConfig:

@@ -119,7 +119,7 @@ def test_an_unknown_suite_is_named(given: str, message: str) -> None:
         (f"{OWN}name: a/b", "name: 'a/b' must be letters"),
         (f"{OWN}sampler: 40", "sampler: 40 must be keys of rollout.val_kwargs"),
         (f"{OWN}sampler: {{heigth: 64}}", "sampler.heigth: unknown (did you mean 'height'?)"),
-        (f"{OWN}sampler: {{height: big}}", "sampler.height: Value 'big'"),
+        (f"{OWN}sampler: {{height: big}}", "sampler.height: 'big' must be a number (int)"),
         (f"{OWN}sampler: {{num_inference_steps: 0}}", "num_inference_steps=0: give at least 1"),
         (f"{OWN}sampler: {{temperature: 1}}", "sampler.temperature has no effect on image"),
         (f"{OWN}by: tag", "by: 'tag' is no field of prompt 0"),
