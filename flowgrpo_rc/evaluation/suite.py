@@ -36,7 +36,6 @@ from flowgrpo_rc.rollout.config import LEAST, SAMPLED, RolloutConfig
 ENDINGS = (".yaml", ".yml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _LEAST_PROMPTS = 2  # an interval needs a spread
-_WHOLE = ("height", "width", "num_frames", "num_inference_steps")
 # Options of rewards that say where and how fast they score.
 _OF_MACHINES = {"url", "api_key", "device", "batch_size", "timeout_s"}
 _TAKEN = {"reward", "change", "change_low", "change_high", "failed_fraction"}
@@ -205,7 +204,7 @@ def _sampler(given: Any) -> dict[str, Any]:
     for key, value in given.items():
         if key not in (*SAMPLED, "temperature"):
             raise ValueError(f"sampler.{key}: unknown{did_you_mean(str(key), SAMPLED)}")
-        number = int if key in _WHOLE else float
+        number = int if key in SAMPLED[:4] else float
         if type(value) not in (int, number, type(None)):
             raise ValueError(f"sampler.{key}: {value!r} must be a number ({number.__name__})")
         check_least(f"sampler.{key}", value, LEAST.get(f"val_kwargs.{key}", 0))

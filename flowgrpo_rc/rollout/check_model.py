@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, RolloutConfig
@@ -20,11 +21,11 @@ def check_model(
     `held_out` names the section of evaluation; keys in `pinned` were given, whatever their value.
     """
     name, pipeline = model.pipeline_class, rollout.pipeline
-    guidance = rollout.held_out_spec().guidance_scale
     default = PipelineConfig.guidance_scale
-    _check_guidance(model, pipeline, "rollout.pipeline", pipeline.guidance_scale, default)
+    _check_guidance(model, pipeline, "rollout.pipeline", default)
+    evaluated = replace(rollout.val_kwargs, guidance_scale=rollout.held_out_spec().guidance_scale)
     allowed = 1.0 if "guidance_scale" in pinned else default
-    _check_guidance(model, rollout.val_kwargs, held_out, guidance, allowed)
+    _check_guidance(model, evaluated, held_out, allowed)
     only_true_cfg = model.cfg_key == "true_cfg_scale" and not model.embeds_guidance
     if only_true_cfg and pipeline.true_cfg_scale is None:
         raise ValueError(
@@ -58,16 +59,11 @@ def check_model(
 
 
 def _check_guidance(
-    model: type[FlowModel],
-    given: PipelineConfig | EvaluationConfig,
-    key: str,
-    scale: float,
-    allowed: float,
+    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, key: str, allowed: float
 ) -> None:
-    """Refuses a scale below that of no guidance, and one without effect.
-
-    `scale` is the `guidance_scale` that counts; at `allowed` it may have no effect.
-    """
+    """Refuses a scale below no guidance, or without effect; `guidance_scale` may be `allowed`."""
+    scale = given.guidance_scale
+    assert scale is not None, "null has been replaced"
     for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
         value = getattr(given, name)
         least = model.unguided_scale if name == model.cfg_key else 1.0

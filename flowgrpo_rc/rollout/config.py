@@ -45,7 +45,7 @@ LEAST = {
     "val_kwargs.n": 1,
     "val_kwargs.batch_size": 1,
 }
-# The keys of `val_kwargs` that say how an image or a video is sampled.
+# The keys of `val_kwargs` that say how an image or a video is sampled; the first four are whole.
 SAMPLED = (
     "height",
     "width",
