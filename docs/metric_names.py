@@ -132,6 +132,9 @@ _UPDATE = _section(
         than verl.
     actor/grad_norm | - | Norm of the gradient before `clip_grad`, over the updates where it is
         finite.
+    actor/adam_eps_fraction | fraction | Of the LoRA elements that have had a gradient, those
+        where it is below AdamW's eps (sqrt(v_hat) < eps), so that they move less than
+        `actor.optim.lr` says; not with `adamw_8bit`.
     actor/lr | - | The largest learning rate of the step's updates.
     actor/nonfinite_update_fraction | fraction | Updates of this step that were skipped: no finite
         gradient.

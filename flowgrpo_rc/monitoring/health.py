@@ -92,7 +92,7 @@ def _finite(metrics: Metrics, name: str) -> tuple[str, float] | None:
     return (full, value) if full and value is not None and math.isfinite(value) else None
 
 
-def _findings(metrics: Metrics, setup: Setup) -> Iterator[_Finding]:
+def _findings(metrics: Metrics, setup: Setup, step: float = math.inf) -> Iterator[_Finding]:
     yield _Finding("non_finite", _non_finite(metrics, setup), immediate=True)
     words = setup.words() | _measured(metrics, setup) | {"rejects": _rejects(metrics, setup)}
     is_fault = False
@@ -101,7 +101,7 @@ def _findings(metrics: Metrics, setup: Setup) -> Iterator[_Finding]:
         # What a fault makes the clip do is no noise, and a wider band is not the answer.
         answered = is_fault and rule.name in ("noise", "clipping", "dilution")
         unclear = rule.name == "unquantized" and setup.unquantized is None
-        if found is None or answered or unclear:
+        if found is None or answered or unclear or step <= rule.after:
             continue
         name, value = found
         crossed = rule.judge(value, setup, words)
@@ -225,7 +225,7 @@ class HealthMonitor:
         if step <= self._step:
             return []
         self._step = step
-        found = [*_findings(metrics, self._setup)]
+        found = [*_findings(metrics, self._setup, step)]
         drift, gain = metrics.get("pictures/drift"), metrics.get("pictures/reward_gain")
         if drift is not None and gain is not None:
             gamed = _gamed(metrics, drift, gain, self._pictures)

@@ -75,6 +75,7 @@ class Rule(NamedTuple):
     high: float
     meaning: str  # and what helps
     immediate: bool = False  # one step is enough, since the metric cannot waver
+    after: int = 0  # the steps at the start of a run that are not judged
 
     def judge(self, value: float, setup: Setup, words: Mapping[str, str]) -> str:
         """Returns what was crossed, what it means and what helps; "" for a healthy value."""
@@ -165,6 +166,15 @@ RULES = (
         "more than half of the steps are clipped and teach nothing; {recompute}raise "
         "actor.diffusion_loss.clip_ratio, or the k of auto:k (for text "
         "actor.token_loss.clip_ratio_low and clip_ratio_high)",
+    ),
+    Rule(
+        *("adam_eps", "actor/adam_eps_fraction", -inf, 0.5),
+        "gradients of so many LoRA elements are below AdamW's eps (1e-8, which no key sets) that "
+        "most of the LoRA moves less than actor.optim.lr says. Larger gradients help: raise "
+        "model.lora_alpha, or actor.optim.clip_grad where actor/grad_norm is above it, or take an "
+        "algorithm.adv_estimator that divides by a standard deviation (flow_grpo, grpo); "
+        "actor.optim.name=adamw_8bit has the same eps",
+        after=3,  # a new LoRA starts with B = 0, so that A's gradients are small at first
     ),
     Rule("no_advantage", "zero_std_ratio", -inf, MOST_EQUAL, "{equal}"),
     Rule(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -60,3 +60,23 @@ def make_schedule(optimizer: Optimizer, config: OptimConfig, total_updates: int)
         num_training_steps=total_updates,
     )
     return schedule
+
+
+def drowned_by_eps(optimizer: Optimizer) -> tuple[Tensor, Tensor]:
+    """Counts the elements whose step AdamW's eps outweighs, where sqrt(v_hat) < eps.
+
+    Returns:
+      Their number, and that of all elements that have had a gradient; both stay on the device, and
+      are 0 for moments of 8 bits, which would have to be unpacked.
+    """
+    counts = []
+    if isinstance(optimizer, torch.optim.AdamW):
+        group = optimizer.param_groups[0]
+        for state in optimizer.state.values():
+            # v_hat = v / (1 - beta^n) < eps^2, without a division of the whole moment.
+            bound = group["eps"] ** 2 * (1 - group["betas"][1] ** state["step"])
+            moment = state["exp_avg_sq"]
+            reached = moment > 0
+            counts.append(torch.stack([(reached & (moment < bound)).sum(), reached.sum()]))
+    drowned, elements = torch.stack(counts or [torch.zeros(2)]).sum(0)
+    return drowned, elements

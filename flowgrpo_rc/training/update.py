@@ -27,7 +27,7 @@ from flowgrpo_rc.records.optimizer_state import (
     schedule_state,
 )
 from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.optim import make_optimizer, make_schedule
+from flowgrpo_rc.training.optim import drowned_by_eps, make_optimizer, make_schedule
 
 
 class NonFiniteGradient(FloatingPointError):
@@ -137,6 +137,7 @@ class PolicyUpdate:
         metrics.max("lr", torch.tensor(float(self._schedule.get_last_lr()[0]), dtype=torch.float64))
         if math.isfinite(value):
             self._optimizer.step()
+            metrics.ratio("adam_eps_fraction", *drowned_by_eps(self._optimizer))
             self._schedule.step()
             self._updates += 1
             self._nonfinite_in_a_row = 0

@@ -255,6 +255,16 @@ def test_groups_without_advantages_are_reported_with_the_reason(
     assert words in said[5][0]
 
 
+def test_updates_that_eps_drowns_are_reported_after_the_first_steps() -> None:
+    """The gradients of a new LoRA's A, about half of its elements, are small at first."""
+    monitor = monitor_of()
+    name = "actor/adam_eps_fraction"
+    assert run(monitor, name, [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.51, 0.51]) == []
+    (warning,) = monitor.update(9, {name: 0.51})
+    assert warning.startswith(f"{name} is 0.51, above 0.5: ")
+    assert all(key in warning for key in ("model.lora_alpha", "actor.optim.clip_grad", "grpo"))
+
+
 SIZE = "rollout_corr/rollout_is_eff_sample_size"
 
 

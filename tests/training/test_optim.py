@@ -19,7 +19,7 @@ from flowgrpo_rc.records.checkpoint import Checkpoint, load_checkpoint, save_che
 from flowgrpo_rc.records.optimizer_state import optimizer_tensors
 from flowgrpo_rc.training import optim
 from flowgrpo_rc.training.config import OPTIMIZERS, ActorConfig, EMAConfig, OptimConfig
-from flowgrpo_rc.training.optim import make_optimizer
+from flowgrpo_rc.training.optim import drowned_by_eps, make_optimizer
 from flowgrpo_rc.training.update import PolicyUpdate
 
 
@@ -32,6 +32,23 @@ def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[fl
     update, batch = make_update(model, ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=optim))
     rates = [update.run(batch, 4).compute()["lr"] for _ in range(3)]
     assert rates == pytest.approx([1e-3 * factor for factor in wanted])
+
+
+@pytest.mark.parametrize(("steps", "wanted"), [(0, (0, 0)), (1, (1, 8)), (3, (3, 8))])
+def test_what_eps_drowns_is_counted_by_the_unbiased_moment(
+    steps: int, wanted: tuple[int, int]
+) -> None:
+    """Of eight elements with a gradient; those of the other parameter never have one."""
+    parameters = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(24))]
+    optimizer = make_optimizer(parameters, OptimConfig(betas=[0.9, 0.5]))
+    gradient = torch.full((8,), 1e-3)
+    gradient[:3] = torch.tensor([0.9e-8, 1.1e-8, -1.1e-8])
+    parameters[1].grad = torch.zeros(24)
+    for step in range(steps):
+        # v_hat is g^2 after the first step, and 1/7 of that after two more without gradient.
+        parameters[0].grad = gradient if step == 0 else 0 * gradient
+        optimizer.step()
+    assert tuple(count.item() for count in drowned_by_eps(optimizer)) == wanted
 
 
 @needs_torchao
@@ -54,6 +71,8 @@ def test_the_first_8_bit_step_is_that_of_adamw() -> None:
             optimizer.step()
         apart = (parameters[0] - parameters[1]).abs().max()
         assert apart < 1e-6 if step == 0 else 1e-6 < apart < 0.03
+    counted = [drowned_by_eps(optimizer)[1].item() for optimizer in optimizers]
+    assert counted == [64 * 128, 0]
     stored = optimizer_tensors(optimizers[1], {"p": parameters[1]})
     assert stored["p.exp_avg.codes"].dtype == torch.uint8
     assert stored["p.exp_avg.scale"].numel() == 64 * 128 // 256

@@ -22,7 +22,7 @@ def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: Flow
         metrics = update.run(poisoned, 4).compute()
         assert metrics["nonfinite_updates"] == count
         assert metrics["nonfinite_update_fraction"] == 1
-        assert "grad_norm" not in metrics
+        assert not metrics.keys() & {"grad_norm", "adam_eps_fraction"}
     assert all(torch.equal(before[name], tensor) for name, tensor in update.lora_state().items())
     update.run(batch, 4)  # a good update ends the row of bad ones
     assert any(
@@ -53,6 +53,10 @@ def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
     found = update.run(batch, 4).compute()
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert found["pg_loss"] == pytest.approx(0.0, abs=1e-6)
+    # At the first step v_hat is the square of the gradient.
+    sizes = torch.cat([gradient.flatten() for gradient in wanted if gradient is not None]).abs()
+    below = (sizes[sizes > 0] < 1e-8).double().mean().item()
+    assert found["adam_eps_fraction"] == pytest.approx(below, abs=1e-3)
 
 
 def test_average_and_its_reversal(model: FlowModel) -> None:
