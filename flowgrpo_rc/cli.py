@@ -111,6 +111,8 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         return parser.parse_args(words, arguments)  # prints help, the version or an error
     command = commands[words[0]]
     found, unknown = command.parse_known_intermixed_args(words[1:], arguments)
+    # To argparse a word with a space is no option.
+    unknown += [word for word in vars(found).get("overrides", ()) if word.startswith("--")]
     if unknown:
         command.error(_unknown_option(unknown[0], command, takes_settings="config_name" in found))
     return found
@@ -123,7 +125,7 @@ def _unknown_option(option: str, command: argparse.ArgumentParser, *, takes_sett
     if name in ("-m", "--multirun"):
         return f"{message}: for a sweep call flowgrpo_rc.train, such as from a study of Optuna"
     if takes_settings and (key := own_key(name.lstrip("-").replace("-", "_"))):
-        return f"{message}: settings are written key=value, here {key}=..."
+        return f"{message}: settings are written key=value, here {key}"
     options = [text for action in command._actions for text in action.option_strings]
     message += did_you_mean(name, options)
     if takes_settings:

@@ -125,23 +125,17 @@ def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
         key: prompts_input(prompt_files(files, key), read)
         for key, files, read in files_of(config, prompts)
     }
-    model = _folder_of_model(config)
-    if model is not None:
+    model = Path(config.model.path).expanduser()
+    if not model.is_dir():  # it is on the hub, and perhaps nothing of it has been fetched
+        index = try_to_load_from_cache(config.model.path, INDEX_FILES[config.model.kind])
+        model = Path(index).parent if isinstance(index, str) else model
+    if model.is_dir():
         found |= model_inputs("model.path", model)
     for key, path in _paths_of_rewards(config):
         found |= model_inputs(key, path) if path.is_dir() else {key: file_input(path)}
     for name, code in codes(config.reward).items():
         found |= code_input(f"reward.terms.{name}", code)
     return found
-
-
-def _folder_of_model(config: Config) -> Path | None:
-    """The folder of the model; None if it is on the hub and nothing of it has been fetched."""
-    folder = Path(config.model.path).expanduser()
-    if folder.is_dir():
-        return folder
-    index = try_to_load_from_cache(config.model.path, INDEX_FILES[config.model.kind])
-    return Path(index).parent if isinstance(index, str) else None
 
 
 def _paths_of_rewards(config: Config) -> Iterator[tuple[str, Path]]:

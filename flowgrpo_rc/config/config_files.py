@@ -53,16 +53,13 @@ class ConfigFile:
 
         Hydra's merged mapping no longer tells the preset of one file from the keys of another.
         """
-        own = self._own_correction()
+        roots = ((path, self.tree.get(path.split(".")[0]) or {}) for path in CORRECTION)
+        sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
+        own = merged((path, section_of(section)) for path, section in sections)
         layers: list[dict[str, Any]] = []
         for parent in self.parents:
             layers += [own] if parent is None else parent.corrections()
         return layers
-
-    def _own_correction(self) -> dict[str, Any]:
-        roots = ((path, self.tree.get(path.split(".")[0]) or {}) for path in CORRECTION)
-        sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
-        return merged((path, section_of(section)) for path, section in sections)
 
 
 class ConfigFiles:
@@ -208,15 +205,14 @@ def no_file(name: str, names: Iterable[str], folders: Iterable[Path]) -> str:
 
 
 def _nearest(key: str, known: Collection[str], groups: Collection[str]) -> str:
-    ours = own_key(key)
-    if ours is not None:
+    if (ours := own_key(key)) is not None:
         return f"here that is {ours}"
     sections = sorted({name for name in known if "." not in name} | {*groups} - _NO_GROUPS)
     theirs = {name.removeprefix(PREFIX) for name in foreign()["verl_omni"]}
     near = [
         *difflib.get_close_matches(key, known, n=1, cutoff=0.7),
+        *(name for name in sorted(known) if name.split(".")[-1] == key.split(".")[-1]),
         *(difflib.get_close_matches(key, {*known, *theirs}, n=1, cutoff=0.5) if "." in key else ()),
-        *(name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]),
     ]
     if not near and "." not in key:
         return (

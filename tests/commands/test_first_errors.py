@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ from huggingface_hub import constants
 from support.launching import ROOT, ran
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compose import compose_config, config_folder
-from flowgrpo_rc.config.names import PEERS
+from flowgrpo_rc.config.names import PEERS, config_folder
+from flowgrpo_rc.config.tree import FREE_FORM, known_keys
 
 CHATS = "reward.terms.ocr=null reward.terms.vlm_ocr.model=m"
 
@@ -29,6 +30,8 @@ WRONG = [
     ("learning_rate=1", ["here that is actor.optim.lr"]),
     ("per_device_train_batch_size=1", ["here that is actor.ppo_micro_batch_size_per_gpu"]),
     ("actor.ppo_micro_batch_size_per_gpu=5", ["the 12 samples", ": give 4 or 6"]),
+    ("train_batch_size=4", ["is actor.ppo_micro_batch_size_per_gpu", "or data.train_batch_size"]),
+    ("mix_beta=1", ["here that is actor.diffusion_loss.beta=..."]),
     ("train.beta=1", ["here that is actor.use_kl_loss=true actor.kl_loss_coef"]),
     ("+calibration=measured", ["unknown key calibration", "the groups of a --config-dir"]),
     ("trainer.suites=[a", ["'trainer.suites=[a' is no setting: write key=value, close each br"]),
@@ -119,6 +122,7 @@ def test_none_of_these_errors_takes_the_libraries_of_models(
         ("train --steps 5", "here trainer.total_training_steps=..."),
         ("train --steps=5", "here trainer.total_training_steps=..."),
         ("train rollout.n=4 --lr 1e-4", "here actor.optim.lr=..."),
+        ("train --instance_prompt='a photo of sks dog'", "here data.train_files=..."),
         ("train --dry_run", "did you mean '--dry-run'"),
         ("train --colour", "settings are written key=value"),
         ("eval run --steps 5", "there is no option --steps"),
@@ -131,14 +135,14 @@ def test_an_option_that_is_not_there(
     capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(line.split(" "))
+        main(shlex.split(line))
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_options_of_other_programs_lead_to_settings_that_exist() -> None:
-    for key in PEERS:
-        compose_config(f"{key}=1".split())
+    keys = [word.partition("=")[0] for key in PEERS for word in key.split()]
+    assert [key for key in keys if key not in known_keys() and not key.startswith(FREE_FORM)] == []
 
 
 def test_options_stand_anywhere(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:

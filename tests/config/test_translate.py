@@ -407,13 +407,23 @@ def test_the_documented_translations(there: str, here: str) -> None:
 
 
 @pytest.mark.parametrize("peer", ["flow_grpo", "TRL", "diffusers' DreamBooth script"])
-def test_every_key_beside_a_setting_of_a_peer_is_a_key_here(peer: str) -> None:
-    """Reads the last column; a key may be a whole section, and words with = are overrides."""
+def test_a_setting_of_a_peer_is_answered_with_the_key_here(peer: str) -> None:
+    """Reads the tables; a key here may be a whole section, and words with = are overrides.
+
+    Who types a key of theirs is told the one beside it, or the first where there are not as many.
+    """
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
     section = page.partition(f"## Settings of {peer}\n")[2].partition("\n## ")[0]
-    columns = re.findall(r"^\|.*\| (.*) \|$", section, re.MULTILINE)
-    words = " ".join(re.findall(r"`(.*?)`", " ".join(columns))).split()
-    keys = [word.partition("=")[0] for word in words if re.match(r"[a-z]+\.", word)]
+    keys = []
+    for left, right in re.findall(r"^\| (.*) \| (.*) \|$", section, re.MULTILINE):
+        theirs = re.findall(r"`(?:--)?(\w[\w.]*\w)(?:=\w+)?`", left)
+        words = " ".join(re.findall(r"`(.*?)`", right)).split()
+        here = [word.partition("=")[0] for word in words if re.match(r"[a-z]+\.", word)]
+        keys += here
+        wanted = here if len(here) == len(theirs) else here[:1] * len(theirs)
+        for key, ours in zip(theirs, wanted, strict=False):
+            with pytest.raises(ValueError, match=f"{re.escape(ours)}\\b"):
+                compose_all([f"{key}=1"])
     assert len(keys) > 10
     free = ("rollout.engine_kwargs.", "reward.terms.")  # names below belong to others
     assert [key for key in keys if key not in known_keys() and not key.startswith(free)] == []
