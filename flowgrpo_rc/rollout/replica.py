@@ -131,7 +131,7 @@ def lora_layers(network: torch.nn.Module) -> list[Any]:
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    converted = tensor.detach().to(dtype)
+    converted = tensor.detach().to(dtype, copy=tensor.requires_grad)  # a LoRA of its own
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(converted, requires_grad=tensor.requires_grad)
     return converted
