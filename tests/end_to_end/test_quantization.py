@@ -27,15 +27,14 @@ def test_text_with_an_int8_rollout(train_text: Train, tmp_path: Path) -> None:
     assert read_rows(tmp_path / "run")[1]["rollout_corr/logprob_abs_diff_mean"] > 0
 
 
-RC = "algorithm.rollout_correction"
 INT8 = "model.quantization=int8"
 DIFFERENCE = "rollout_corr/logprob_abs_diff_mean"
 
 
 def test_quantized_training_weights_replay_exactly_and_go_on(train: Train, tmp_path: Path) -> None:
     """The reference policy and the recomputed activations have the same weights."""
-    settings = ("actor.use_kl_loss=true", "model.gradient_checkpointing=true")
-    run = stopped_and_whole(train, tmp_path, INT8, *settings)
+    again = "model.gradient_checkpointing=true"
+    run = stopped_and_whole(train, tmp_path, INT8, "actor.use_kl_loss=true", again)
     rows = [row for row in read_rows(run) if DIFFERENCE in row]
     assert [row[DIFFERENCE] for row in rows] == [0.0, 0.0]
     assert rows[-1]["actor/kl_loss"] > 0
@@ -47,7 +46,7 @@ def test_quantized_training_weights_replay_exactly_and_go_on(train: Train, tmp_p
 def test_samples_of_full_weights_are_corrected(train: Train, tmp_path: Path) -> None:
     assert train("trainer.save_rollouts=true") == 0
     replay = (f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'int8'}")
-    assert train(INT8, *replay, f"{RC}.rollout_is=token") == 0
+    assert train(INT8, *replay, "algorithm.rollout_correction.rollout_is=token") == 0
     row = read_rows(tmp_path / "int8")[1]
     assert 1e-7 < row[DIFFERENCE] < 0.01
     assert 0.999 < row["rollout_corr/rollout_is_eff_sample_size"] < 1
