@@ -42,7 +42,7 @@ END = "<!-- end of what is written -->\n"
 GIB = 2**30
 ARCHITECTURES = config_folder() / "architectures"
 EXPERIMENTS = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
-CARDS = (24, 48, 80)
+CARDS = (12, 16, 24, 48, 80)
 PROCESSES = (1, 8)
 # GiB of a card, by the end of an experiment's name.
 CARD_GIB = {"h100": 80, "h800": 80, "h200": 141}
@@ -72,6 +72,14 @@ JOBS = {
         ("+experiment=wan21_t2v_1_3b_ocr_8xh100", *_SMALL),
         ("+experiment=wan21_t2v_1_3b_ocr_8xh100",),
     ),
+}
+# Model and what its frozen weights are -> overrides of its job on one small card.
+_AT_HOME = (*_SMALL, "rollout.val_kwargs.batch_size=2")
+AT_HOME = {
+    "Sana 600M": ("+experiment=sana_600m_ocr_1xh100",),
+    "SD3.5-medium, nf4": ("+experiment=sd35_medium_ocr_1xh100", "model.quantization=nf4"),
+    "Z-Image Turbo, nf4": ("+experiment=z_image_turbo_ocr_8xh100", "model.quantization=nf4"),
+    "FLUX.1-dev, nf4": ("+experiment=flux1_dev_ocr_8xh100", "model.quantization=nf4"),
 }
 # Files and logins that a plan does not need.
 _ELSEWHERE = ("data.train_files=any", "data.val_files=any", "trainer.logger=[console]")
@@ -112,6 +120,7 @@ class Composed:
         files = [path.read_bytes() for path in sorted(folder.rglob("*.json"))]
         settings = (
             *(model.dtype, model.lora_rank, model.target_modules),
+            *([model.quantization] if model.quantization else []),
             _shape(self.config.rollout.spec()),
             _shape(self.config.rollout.held_out_spec()),
             self.config.trainer.mixed_precision,
@@ -226,6 +235,8 @@ def jobs() -> Iterator[tuple[str, Composed]]:
     for model, overrides in JOBS.items():
         for processes, words in zip(PROCESSES, overrides, strict=True):
             yield f"{model}, {processes}", Composed(*words, processes=processes)
+    for model, words in AT_HOME.items():
+        yield f"{model}, 1", Composed(*words, *_AT_HOME, processes=1)
 
 
 def page(store: Any) -> str:
