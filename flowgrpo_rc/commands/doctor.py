@@ -19,6 +19,8 @@ from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
 from flowgrpo_rc.commands.doctor_gpu import Check, Finding, gpu_checks
+from flowgrpo_rc.config.machine import device_named
+from flowgrpo_rc.rollout.devices import AUTO
 
 _STATE = len("skipped")  # the longest state
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
@@ -79,9 +81,7 @@ def _ok(check: Callable[[], str]) -> Finding:
 
 
 def _device() -> str:
-    if torch.cuda.is_available():
-        return f"cuda: {torch.cuda.get_device_name()}"
-    return "cpu"
+    return f"cuda: {torch.cuda.get_device_name()}" if device_named(AUTO).type == "cuda" else "cpu"
 
 
 def _ocr() -> str:

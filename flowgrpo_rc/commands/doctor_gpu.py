@@ -23,11 +23,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flowgrpo_rc.config.check_engine import missing_for_compiling
 from flowgrpo_rc.config.compose import config_folder
+from flowgrpo_rc.config.machine import device_named
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.models.architecture import build_architecture, unpack_architecture
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.rollout.devices import AUTO
 
 TIMEOUT_S = 900.0
 # A job of two steps on the bundled model, whose reward takes no time.
@@ -85,6 +87,7 @@ def gpu_checks(device: torch.device) -> list[tuple[str, Check]]:
 def check_device(device: torch.device) -> Finding:
     """Names the device, its driver and what torch is built for."""
     if device.type != "cuda":
+        device_named(AUTO)  # a driver that torch cannot use is an error
         advice = "install the driver and a torch for CUDA to train on a GPU"
         return Finding("skipped", f"none: torch {torch.__version__} uses the CPU", advice)
     major, minor = torch.cuda.get_device_capability(device)

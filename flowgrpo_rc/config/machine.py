@@ -25,14 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 def device_of(config: Config) -> torch.device:
-    """Returns the kind of device that a run would use: the GPU, or the CPU if there is no CUDA or
-    `trainer.device=cpu` asks for it.
+    """Returns the kind of device that a run would use."""
+    return device_named(config.trainer.device)
+
+
+def device_named(asked: str) -> torch.device:
+    """Returns the device for `trainer.device`: the GPU, or the CPU if there is no CUDA or `cpu` is
+    asked for.
 
     Other accelerators are left alone: Apple's has no float64, which the metrics need. A GPU that is
     asked for, or whose driver torch cannot use, is an error.
     """
     has_cuda = torch.cuda.is_available()
-    asked = config.trainer.device
     if has_cuda or asked == "cpu":
         return torch.device("cuda" if has_cuda and asked != "cpu" else "cpu")
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"

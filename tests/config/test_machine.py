@@ -12,6 +12,8 @@ import pytest
 import torch
 from support.compositions import config_of
 
+from flowgrpo_rc.commands import doctor
+from flowgrpo_rc.commands.doctor_gpu import check_device
 from flowgrpo_rc.config import machine
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.machine import (
@@ -243,4 +245,8 @@ def test_a_driver_that_torch_cannot_use_is_an_error(monkeypatch, tmp_path, visib
     else:
         with pytest.raises(ValueError, match=r"has an NVIDIA driver; .*trainer\.device=cpu"):
             device_of(config)
+    checks = {"device": dict(doctor.installation_checks())["device"]}
+    checks |= {"GPU": partial(check_device, torch.device("cpu"))}
+    states = {one.state for one in doctor.report("doctor", list(checks.items())).values()}
+    assert states == ({"ok", "skipped"} if visible == "" else {"broken"})
     assert device_of(config_of("trainer.device=cpu")) == torch.device("cpu")
