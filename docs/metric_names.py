@@ -323,7 +323,12 @@ _COST = _section(
         model.
     timing_s/checkpoint | seconds | Writing the checkpoint of the step before.
     perf/samples_per_second | 1/second | Samples of all processes over the time of the step.
-    perf/peak_memory_gib | GiB | Peak so far, of the GPU, or of the process on a CPU.
+    perf/peak_memory_gib | GiB | Peak so far of torch's tensors on the GPU, or of the process on a
+        CPU.
+    perf/reserved_memory_gib | GiB | On a GPU alone: the most that torch has held of it so far,
+        with the gaps between tensors.
+    perf/device_memory_gib | GiB | On a GPU alone: what all programs hold of it at the end of the
+        step.
     """,
 )
 

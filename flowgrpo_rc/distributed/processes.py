@@ -177,6 +177,12 @@ def _first_reason(error: RuntimeError) -> str:
     return first_line.split("] ", 1)[-1].split(". This is typically", 1)[0]
 
 
+def gpu_memory_gib(device: torch.device) -> tuple[float, float]:
+    """Returns what torch has reserved of a GPU at most so far, and what all programs hold now."""
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_reserved(device) / 2**30, (total - free) / 2**30
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Returns the peak memory so far in GiB: of the device for CUDA, of the process otherwise."""
     if device.type == "cuda":

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowgrpo_rc.algorithms.algorithm import Algorithm
 from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
+from flowgrpo_rc.distributed.processes import Processes, gpu_memory_gib, peak_memory_gib
 from flowgrpo_rc.evaluation.held_out import HeldOutScores
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.records.best import BestEvaluation
@@ -86,9 +86,13 @@ class Journal:
         Returns whether the held-out reward is better than before, the same on all processes.
         """
         processes = self.processes
-        memory = torch.tensor(peak_memory_gib(processes.device))
-        metrics.max("perf/peak_memory_gib", memory)
-        row = metrics.compute(processes.sum, processes.max, processes.device)
+        device = processes.device
+        metrics.max("perf/peak_memory_gib", torch.tensor(peak_memory_gib(device)))
+        if device.type == "cuda":
+            reserved, used = gpu_memory_gib(device)
+            metrics.max("perf/reserved_memory_gib", torch.tensor(reserved))
+            metrics.max("perf/device_memory_gib", torch.tensor(used))
+        row = metrics.compute(processes.sum, processes.max, device)
         row |= self.health.compare(row)
         warnings = self.health.update(step, row)
         if processes.is_main:

@@ -182,6 +182,8 @@ def _stubbed_cuda(record: Record) -> Any:
         synchronize=lambda device=None: record.note(WAIT, "synchronize"),
         empty_cache=lambda: None,
         max_memory_allocated=lambda device=None: 0,
+        max_memory_reserved=lambda device=None: 0,
+        mem_get_info=lambda device=None: (0, 0),
         get_device_name=lambda device=None: "tagged",
         get_device_capability=lambda device=None: (9, 0),
         is_bf16_supported=lambda including_emulation=True: True,
