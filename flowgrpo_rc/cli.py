@@ -17,7 +17,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV, own_key
 from flowgrpo_rc.distributed.child import follow_parent, is_child, is_first, say_error
-from flowgrpo_rc.libraries import quiet
+from flowgrpo_rc.libraries import quiet, set_allocator
 from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.streams import lasting_streams
 from flowgrpo_rc.redaction import redact
@@ -49,6 +49,7 @@ def _run(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     arguments = _parsed(words)
     follow_parent()
+    set_allocator()
     if arguments.command in LIBRARIES and sys.stderr.isatty() and not is_child():
         print(f"{arguments.command}: loads libraries and checks", file=sys.stderr, flush=True)
     for room in () if is_first() else ("config", "data"):  # each process would say the same

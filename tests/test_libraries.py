@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 
 import pytest
+from support.launching import ran
 
-from flowgrpo_rc.libraries import quiet
+from flowgrpo_rc.libraries import ALLOCATOR, quiet
 
 
 @pytest.mark.parametrize("name", ["transformers", "diffusers"])
@@ -25,3 +28,27 @@ def test_a_library_is_quiet_for_a_while_only(name: str) -> None:
         told.set_verbosity(before[0])
         if not before[1]:
             told.disable_progress_bar()
+
+
+# Says what torch would read at its import, which the command itself leaves out here.
+READS = f"""
+import os, sys
+from flowgrpo_rc import cli, libraries
+class Torch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            given = {{name: os.environ[name] for name in {ALLOCATOR} if name in os.environ}}
+            print(given, flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Torch())
+libraries.version = lambda _: sys.argv[1]
+cli.main(["doctor"])
+"""
+
+
+@pytest.mark.parametrize("own", [{}, *({name: "max_split_size_mb:64"} for name in ALLOCATOR)])
+@pytest.mark.parametrize(("release", "name"), [("2.9.1+cu126", 1), ("2.10.0a0", 0)])
+def test_torch_grows_its_blocks_unless_the_user_sets_its_allocator(own, release, name):
+    others = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    done = ran(sys.executable, "-c", READS, release, env=others | own)
+    assert done.stdout.split("\n")[0] == str(own or {ALLOCATOR[name]: "expandable_segments:True"})

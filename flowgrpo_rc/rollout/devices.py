@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
@@ -33,15 +33,22 @@ def visible_device(device: torch.device) -> str:
 @contextmanager
 def showing(gpus: str | None) -> Iterator[None]:
     """Lets processes that are started inside the context see these GPUs alone; None for all."""
-    before = os.environ.get(VARIABLE)
-    if gpus is not None:
-        os.environ[VARIABLE] = gpus  # this process has found its own, and keeps it
+    # This process has found its own, and keeps it.
+    with changed({} if gpus is None else {VARIABLE: gpus}):
+        yield
+
+
+@contextmanager
+def changed(variables: Mapping[str, str]) -> Iterator[None]:
+    """Gives processes that are started inside the context other variables."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if gpus is not None:
-            os.environ.pop(VARIABLE)
-            os.environ.update({} if before is None else {VARIABLE: before})
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @cache

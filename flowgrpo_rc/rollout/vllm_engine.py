@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import weakref
 from collections import defaultdict
@@ -18,10 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.libraries import allocator_for_vllm
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.models.lora_files import peft_files
 from flowgrpo_rc.plugins import install_hint
-from flowgrpo_rc.rollout.devices import showing, visible_device
+from flowgrpo_rc.rollout.devices import changed, showing, visible_device
 from flowgrpo_rc.rollout.engine import (
     EngineError,
     RolloutChunk,
@@ -85,7 +87,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._version = 0
         # vLLM's process takes the first GPU that it sees, unless it is to use several.
         alone = model.device.type == "cuda" and tensor_parallel_size == 1
-        with showing(visible_device(model.device) if alone else None):
+        gpus = visible_device(model.device) if alone else None
+        with showing(gpus), changed(allocator_for_vllm(os.environ)):
             self._llm = vllm.LLM(
                 model=network.name_or_path,
                 dtype=DTYPES[dtype],

@@ -78,6 +78,7 @@ class FakeLLM:
         self.vllm = vllm
         self.arguments = arguments
         self.devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.allocator = os.environ.get("PYTORCH_ALLOC_CONF")
         self.llm_engine = FakeEngine(vllm)
         self.model_config = SimpleNamespace(max_model_len=arguments["max_model_len"] or 64)
         self.calls: list[dict[str, Any]] = []
@@ -370,9 +371,11 @@ def test_lora_that_vllm_ignores_is_refused(vllm: FakeVllm, model: CausalLM) -> N
 )
 def test_vllm_sees_the_gpu_of_the_trainer(vllm, model, monkeypatch, device, gpus, seen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     model.device = torch.device(device)
     make(model, tensor_parallel_size=gpus)
-    assert vllm.llms[0].devices == seen
+    assert (vllm.llms[0].devices, vllm.llms[0].allocator) == (seen, "expandable_segments:False")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
 
 

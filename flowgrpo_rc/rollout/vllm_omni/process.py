@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.libraries import allocator_for_vllm
 from flowgrpo_rc.rollout.devices import visible_device
 from flowgrpo_rc.rollout.engine import EngineError, EngineLost
 from flowgrpo_rc.rollout.vllm_omni.channel import Message, receive, send
@@ -41,6 +42,7 @@ def child_environment(
     kept = {"VLLM_LOGGING_LEVEL": "WARNING"} | {
         name: value for name, value in parent.items() if not LAUNCHER.match(name)
     }
+    kept |= allocator_for_vllm(parent)
     if device.type == "cpu":
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **kept, "VLLM_TARGET_DEVICE": "cpu"}
     if tensor_parallel_size == 1:

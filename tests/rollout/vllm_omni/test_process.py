@@ -22,7 +22,10 @@ def test_launcher_variables_do_not_reach_the_child():
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "DEBUG",
     }
-    found = child_environment(launcher | kept, torch.device("cpu"), 1)
+    growing = "max_split_size_mb:64,expandable_segments:True"  # which a pool that sleeps refuses
+    allocator = {"PYTORCH_ALLOC_CONF": growing}
+    found = child_environment(launcher | kept | allocator, torch.device("cpu"), 1)
+    kept["PYTORCH_ALLOC_CONF"] = growing.replace("True", "False")
     assert found == kept | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
