@@ -7,12 +7,14 @@ it.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ from support.subjects import Subject, make_subject
 from support.tiny_models import VARIANTS, Tiny
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec
+from flowgrpo_rc.config.names import config_folder
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline
@@ -103,6 +106,7 @@ def call_stock(
     latents: torch.Tensor,
     output: str,
     prompts: list[Prompt] | None = None,
+    steps: int = 4,
 ) -> Any:
     """Calls the stock pipeline; for prompts with images once for each, as it takes no others."""
     if prompts is None:
@@ -111,7 +115,7 @@ def call_stock(
         # The size that Qwen-Image-Edit brings images to is a constant of its module.
         with patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", tiny.condition_pixels):
             parts = [
-                call_stock(stock, tiny, guidance, latents[i : i + 1], output, [prompt])
+                call_stock(stock, tiny, guidance, latents[i : i + 1], output, [prompt], steps)
                 for i, prompt in enumerate(prompts)
             ]
         return np.concatenate(parts) if output == "np" else torch.cat(parts)
@@ -131,7 +135,7 @@ def call_stock(
         prompt=[prompt.text for prompt in prompts],
         height=32,
         width=64,
-        num_inference_steps=4,
+        num_inference_steps=steps,
         max_sequence_length=16,
         latents=latents.clone(),
         output_type=output,
@@ -220,6 +224,57 @@ def test_noise_zero_gives_the_stock_pipelines_output(any_subject, kind, guidance
     # Equal latents too may round to the next level: kernels of a VAE depend on the processor.
     assert apart.max() <= 1
     assert (apart > 0).mean() < 1e-3
+
+
+# A published checkpoint -> the random one of its class.
+PUBLISHED = {
+    "stable-diffusion-3.5-medium": "StableDiffusion3Pipeline",
+    "FLUX.1-dev": "FluxPipeline",
+    "FLUX.2-klein-4B": "Flux2KleinPipeline",
+    "Qwen-Image": "QwenImagePipeline",
+    "Qwen-Image-Edit-2511": "QwenImageEditPlusPipeline",
+    "Sana_600M_512px_diffusers": "SanaPipeline",
+    "Wan2.1-T2V-1.3B-Diffusers": "WanPipeline",
+    "Wan2.2-T2V-A14B-Diffusers": "WanPipeline+transformer_2",
+    "Z-Image": "ZImagePipeline",
+    "Z-Image-Turbo": "ZImagePipeline",
+}
+# By how much latents, up to 5, may differ where a scheduler computes a step in another order than
+# Euler's.
+APART = {
+    "UniPCMultistepScheduler": 1e-5,
+    "DPMSolverMultistepScheduler": 2e-3,  # it starts from the sigma 0.9997, where the adapter has 1
+}
+
+
+def published_scheduler(name: str) -> Any:
+    """Makes a published scheduler at order 1, with the shift of its largest picture."""
+    files = json.loads((config_folder() / "architectures" / f"{name}.json").read_text())
+    config = files["scheduler/scheduler_config.json"]
+    if "max_shift" in config:
+        config["base_shift"] = config["max_shift"]  # the line between them is then flat
+    if "solver_order" in config:
+        config |= {"solver_order": 1, "disable_corrector": [*range(100)]}
+    return getattr(diffusers, config["_class_name"]).from_config(config)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("guidance", GUIDANCE)
+@pytest.mark.parametrize("steps", [10, 28])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_schedules_give_the_stock_pipelines_output(
+    saved: Callable[[str], Path], name: str, steps: int, guidance: str
+) -> None:
+    subject = make_subject(PUBLISHED[name], saved)
+    model, stock, tiny = subject.load(), subject.stock(), subject.tiny
+    for pipeline in (model.pipeline, stock):
+        pipeline.register_modules(scheduler=published_scheduler(name))
+    spec = tiny.spec("sde", vars(tiny)[guidance], noise_level=0.0, num_inference_steps=steps)
+    latents = drawn(model, spec)
+    found = deterministic(model, model.network, tiny, spec, latents)
+    wanted = call_stock(stock, tiny, vars(tiny)[guidance], latents, "latent", steps=steps)
+    apart = APART.get(type(stock.scheduler).__name__, 0)
+    torch.testing.assert_close(tiny.stock_latents(model, found), wanted, atol=apart, rtol=0)
 
 
 def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -> None:
