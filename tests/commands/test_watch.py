@@ -109,17 +109,6 @@ def test_a_page_is_sent_again_only_when_the_run_has_changed(server: ReportServer
     assert b"\xe2\x86\x92 0.9000" in page
 
 
-def test_a_run_without_numbers_is_waited_for(server: ReportServer) -> None:
-    metrics = run_of(server) / "metrics.jsonl"
-    kept = metrics.read_bytes()
-    metrics.unlink()
-    status, headers, body = ask(server)
-    assert (status, headers["Refresh"]) == (503, "3")
-    assert b"its first evaluation goes on: it has no metrics.jsonl" in body
-    metrics.write_bytes(kept)
-    assert ask(server)[0] == 200
-
-
 def test_what_cannot_be_watched_is_refused(
     server: ReportServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +133,9 @@ def test_the_command_waits_for_a_run_and_serves_until_it_is_interrupted(
         found = re.search(said, process.stdout.readline())
         assert found is not None
         watched: Any = SimpleNamespace(server_port=int(found[1]))
-        assert ask(watched)[0] == 503
+        status, headers, body = ask(watched)
+        assert (status, headers["Refresh"]) == (503, "3")
+        assert b"nothing to show yet" in body
         run_of(server).rename(later)
         assert ask(watched)[0] == 200
         process.send_signal(2)
