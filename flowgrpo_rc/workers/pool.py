@@ -26,8 +26,8 @@ STATUS = ("busy_fraction", "ready", "longest_queue", "mib_received", "restarts")
 class WorkerPool:
     """An asynchronous Ray actor that owns the workers; all processes of a run share it.
 
-    References, such as that to `make_engine`, travel in lists of one, which Ray does not replace by
-    what they refer to.
+    References, such as those to `make_engine` and to a LoRA, travel in lists of one, which Ray does
+    not replace by what they refer to.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class WorkerPool:
         self._versions = dict(versions)
         self._free: asyncio.Queue[Any] = asyncio.Queue()
         self._order = asyncio.Lock()
-        self._adapters: dict[int, Any] = {}
+        self._adapters: dict[int, list[Any]] = {}
         self._new_adapter = asyncio.Condition()
         self._waiting = 0
         self._alive = 0  # also those that start
@@ -66,7 +66,7 @@ class WorkerPool:
 
     async def put_adapter(self, version: int, adapter: list[Any]) -> None:
         """Takes a version of the LoRA."""
-        self._adapters[version] = adapter[0]
+        self._adapters[version] = adapter
         oldest = version - self._settings.staleness - _KEPT_VERSIONS
         self._adapters = {v: kept for v, kept in self._adapters.items() if v >= oldest}
         async with self._new_adapter:

@@ -6,7 +6,7 @@ Tensors travel as safetensors, so nothing depends on what a process on the other
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class Worker:
         torch.set_num_threads(num_threads)
         self._engine: RolloutEngine[Any]
         self._version: int | None = None
+        self._state: Mapping[str, Tensor] = {}
 
     def machine(self) -> str:
         """Returns the name of its machine; it is answered when there is room for the worker."""
@@ -73,12 +74,15 @@ class Worker:
         request: RolloutRequest,
         rows: range,
         version: int,
-        adapter: bytes,
+        adapter: Sequence[Any],
     ) -> tuple[int, SampledChunk]:
-        """Samples the rows of a chunk with a version of the LoRA; returns their bytes and them."""
-        state = load(adapter)
+        """Samples the rows of a chunk with a version of the LoRA; returns their bytes and them.
+
+        `adapter` holds a reference to that LoRA, which is fetched if the version is another one.
+        """
         if version != self._version:
-            self._engine.sync_weights(state, version)
+            self._state = load(ray.get(adapter[0]))
+            self._engine.sync_weights(self._state, version)
             self._version = version
         chunks = list(self._engine.generate(replace(request, only=rows)))
         if [len(chunk.prompts) for chunk in chunks] != [len(rows)]:
@@ -89,7 +93,7 @@ class Worker:
         (chunk,) = chunks
         check_settings(request.spec, chunk.batch.spec)
         self._engine.check_quantization(request.spec)
-        self._engine.check_weights(state, version)
+        self._engine.check_weights(self._state, version)
         packed = pack(chunk.batch)
         tensors = {
             name: tensor

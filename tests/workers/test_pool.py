@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from support.launching import run_alone
 from support.ray import needs_ray
 
+from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
 
 PROGRAM = """
@@ -88,6 +91,36 @@ def test_an_address_is_tried() -> None:
         check_reachable("there")
     with pytest.raises(ValueError, match=r"rollout\.ray_address=127\.0\.0\.1:99999 cannot be"):
         check_reachable("127.0.0.1:99999")
+
+
+@dataclass
+class Request:
+    only: range | None = None
+
+
+@needs_ray
+def test_a_worker_fetches_a_version_of_the_lora_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flowgrpo_rc.workers import worker as module
+
+    fetched, taken = [], []
+
+    class Engine:
+        generate = staticmethod(lambda request: [])
+
+        def sync_weights(self, state: dict[str, torch.Tensor], version: int) -> None:
+            taken.append((version, state["lora"].item()))
+
+    def get(reference: int) -> bytes:
+        fetched.append(reference)
+        return save({"lora": torch.tensor(10.0 * reference)})
+
+    monkeypatch.setattr(module.ray, "get", get)
+    worker = module.Worker(torch.get_num_threads())
+    worker.load(Engine)
+    for version in (1, 1, 2, 2, 2):
+        with pytest.raises(EngineError, match="asked for one chunk of 1 samples and gave 0"):
+            worker.sample(Request(), range(1), version, [version])
+    assert (fetched, taken) == ([1, 2], [(1, 10.0), (2, 20.0)])
 
 
 @needs_ray
