@@ -40,6 +40,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+_OF_A_START = ("git", "started", "command")  # keys of environment.json
 # The package's own version, in reports and environment.json.
 VERSION = re.compile(r"(flowgrpo[-_]rc\"?[ :=\"]+)\d+\.\d+\.\d+")
 
@@ -128,9 +129,10 @@ def run_case(checkout: Path, out: Path, name: str) -> bool:
             lines = (folder / LOG).read_text().splitlines()[-20:]
             print(f"{name}: FAILED with exit code {code}", *lines, sep="\n    ", flush=True)
             return False
+    head = subprocess.check_output(["git", "-C", checkout, "rev-parse", "HEAD"], text=True)
     for path in folder.glob("*/environment.json"):
-        program = json.loads(path.read_text())["command"]
-        assert program.startswith(f"{checkout}/"), f"the package of {program} was used"
+        used = json.loads(path.read_text())["git"]
+        assert head.startswith(used), f"the package of {used} was used"
     print(f"{name}: finished in {round(time.monotonic() - start)} s", flush=True)
     return True
 
@@ -204,7 +206,7 @@ def read(path: Path, checkout: str) -> dict[str, Any]:
     elif path.suffix == ".json":
         known = json.loads(content)
         if path.name == "environment.json":
-            known = {key: value for key, value in known.items() if key not in ("git", "started")}
+            known = {key: value for key, value in known.items() if key not in _OF_A_START}
         content = json.dumps(known, indent=1, sort_keys=True)
     return {f"line {i}": line for i, line in enumerate(content.splitlines(), 1)}
 
