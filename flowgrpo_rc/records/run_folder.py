@@ -117,9 +117,11 @@ class RunFolder:
         portable = with_references(redact(config))
         write_atomic(self.config, yaml.safe_dump(portable, sort_keys=False).encode())
         write_inputs(self.inputs, inputs)
-        # Of processes that are launched the program is the file of flowgrpo_rc.train.
-        program = Path(sys.argv[0]).name
-        typed = ["flowgrpo-rc", "train"] if program == "train.py" else [program]
+        # `python -m` gives the path of a file of this package; a script of the user's has its name.
+        program = Path(sys.argv[0])
+        modules = {"train.py": ["flowgrpo-rc", "train"], "__main__.py": ["flowgrpo-rc"]}
+        is_ours = program.parent.name == "flowgrpo_rc" and program.name in modules
+        typed = modules[program.name] if is_ours else [program.name]
         environment = {
             "command": redact_command([*typed, *sys.argv[1:]]),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -177,14 +177,21 @@ def test_a_run_with_a_constant_learning_rate_may_become_longer(own: list[str]) -
     assert goes_on(config_of(*own, CONSTANT, "trainer.total_training_steps=5"))
 
 
-@pytest.mark.parametrize("program", ["/bin/flowgrpo-rc train", "/x/flowgrpo_rc/train.py", "pytest"])
+@pytest.mark.parametrize(
+    ("program", "typed"),
+    [
+        ("/bin/flowgrpo-rc train", "flowgrpo-rc train"),
+        ("/x/flowgrpo_rc/train.py", "flowgrpo-rc train"),
+        ("/x/flowgrpo_rc/__main__.py train", "flowgrpo-rc train"),
+        ("/mine/train.py", "train.py"),
+    ],
+)
 def test_another_length_of_a_schedule_is_refused_with_the_command_that_goes_on(
-    own: list[str], monkeypatch: pytest.MonkeyPatch, program: str
+    own: list[str], monkeypatch: pytest.MonkeyPatch, program: str, typed: str
 ) -> None:
     longer = [*own, "trainer.total_training_steps=5"]
     monkeypatch.setattr(sys, "argv", [*program.split(), *longer])
     folder = made(config_of(*own, "trainer.total_training_steps=2"))
-    typed = "pytest" if program == "pytest" else "flowgrpo-rc train"
     environment = json.loads((folder.root / "environment.json").read_text())
     assert environment["command"] == f"{typed} {' '.join(longer)}"
     words = r"total_training_steps=5: the run in .* has 2, .*lr_scheduler=linear.*; give 2, "

@@ -38,7 +38,7 @@ def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[fl
 def test_what_eps_drowns_is_counted_by_the_unbiased_moment(
     steps: int, wanted: tuple[int, int]
 ) -> None:
-    """Of eight elements with a gradient; those of the other parameter never have one."""
+    """Counts eight elements; those of the other parameter never have a gradient."""
     parameters = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(24))]
     optimizer = make_optimizer(parameters, OptimConfig(betas=[0.9, 0.5]))
     gradient = torch.full((8,), 1e-3)
