@@ -26,7 +26,7 @@ from flowgrpo_rc.config.from_python import (
 from flowgrpo_rc.config.rows import table
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
-from flowgrpo_rc.libraries import quiet
+from flowgrpo_rc.libraries import quiet, set_allocator
 from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.metrics_file import MetricsFile, held_out
 from flowgrpo_rc.records.progress import SHOWN, ProgressBar, is_seen
@@ -214,6 +214,7 @@ def train(
       RuntimeError: the training failed.
     """
     check_callbacks(callbacks)
+    set_allocator()
     settings = _settings(config, config_name, config_dir, rewards, verbose=bool(verbose))
     folder = Path(settings.trainer.output_dir)
     rows = MetricsFile(RunFolder(folder).metrics)
@@ -252,6 +253,7 @@ def evaluate(
     """
     from flowgrpo_rc.commands.finding import check_evaluated
 
+    set_allocator()
     folder = _folder(run)
     config = _stored(folder, overrides, rewards)
     how = None if trust else "trust=True"
@@ -276,11 +278,12 @@ def plan(
     config_dir: str | None = None,
     processes: int = 1,
     nodes: int = 1,
-    fit: float | None = None,
+    fit: float | str | None = None,
 ) -> Plan | Proposal:
     """Returns what a run of `train` would need on `processes`; `print` shows it as a table.
 
-    With `fit`, the GiB of a card, it returns a `Proposal` with the `overrides` that fit it.
+    With `fit`, the GiB of a card or "card" for the one here, it returns a `Proposal` with the
+    `overrides` that fit it.
     """
     with quiet("transformers", "diffusers"):
         from flowgrpo_rc.commands.plan import planned

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
-from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV, own_key
+from flowgrpo_rc.config.names import CARD, DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV, own_key
 from flowgrpo_rc.distributed.child import follow_parent, is_child, is_first, say_error
 from flowgrpo_rc.libraries import quiet, set_allocator
 from flowgrpo_rc.plugins import did_you_mean
@@ -114,6 +114,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     found, unknown = command.parse_known_intermixed_args(words[1:], arguments)
     # To argparse a word with a space is no option.
     unknown += [word for word in vars(found).get("overrides", ()) if word.startswith("--")]
+    if "=" in str(getattr(found, "fit", None)):  # the override behind an option without a number
+        found.overrides.append(found.fit)
+        found.fit = CARD
     if unknown:
         command.error(_unknown_option(unknown[0], command, takes_settings="config_name" in found))
     return found
@@ -177,7 +180,9 @@ _PLAN = {
     "--nodes": _option("number of machines (1)", type=int, default=1, metavar="N"),
     "--fit": _option(
         "propose micro-batches, checkpointing and offloading that fit a card of this memory, "
-        "such as 24",
+        "such as 24, or without a number the one in this machine",
+        nargs="?",
+        const=CARD,
         metavar="GIB",
     ),
 }

@@ -1,5 +1,5 @@
 """The libraries of models without the notices, progress bars and questions that would bury a run's
-lines, and what has to be set before torch is imported.
+lines, and what has to be set before torch uses a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ _GROWING, _FIXED = "expandable_segments:True", "expandable_segments:False"
 def set_allocator() -> None:
     """Lets torch grow its blocks of GPU memory, so that fewer gaps remain between tensors.
 
-    Call it before torch is imported. Settings of the user stay as they are.
+    torch reads them with its first tensor on a GPU, and this leaves them alone afterwards. Settings
+    of the user stay as they are.
     """
-    if not any(name in os.environ for name in ALLOCATOR):
+    torch = sys.modules.get("torch")
+    is_late = torch is not None and torch.cuda.is_initialized()
+    if not is_late and not any(name in os.environ for name in ALLOCATOR):
         release = tuple(int(part) for part in version("torch").split(".")[:2])
         os.environ[ALLOCATOR[release < (2, 10)]] = _GROWING
 

@@ -7,9 +7,12 @@ import sys
 from importlib import import_module
 
 import pytest
+import torch
 from support.launching import ran
+from support.ray import needs_ray
 
-from flowgrpo_rc.libraries import ALLOCATOR, quiet
+from flowgrpo_rc import train
+from flowgrpo_rc.libraries import ALLOCATOR, quiet, set_allocator
 
 
 @pytest.mark.parametrize("name", ["transformers", "diffusers"])
@@ -52,3 +55,28 @@ def test_torch_grows_its_blocks_unless_the_user_sets_its_allocator(own, release,
     others = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
     done = ran(sys.executable, "-c", READS, release, env=others | own)
     assert done.stdout.split("\n")[0] == str(own or {ALLOCATOR[name]: "expandable_segments:True"})
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+
+
+def test_a_run_from_python_grows_its_blocks_unless_torch_has_begun(unset, monkeypatch) -> None:
+    with monkeypatch.context() as begun:
+        begun.setattr(torch.cuda, "is_initialized", lambda: True)
+        set_allocator()
+        assert not any(name in os.environ for name in ALLOCATOR)
+    with pytest.raises(ValueError, match=r"rollout\.n"):
+        train(["rollout.n=0"])
+    assert os.environ[ALLOCATOR[0]] == "expandable_segments:True"
+
+
+@needs_ray
+def test_a_worker_grows_its_blocks(unset) -> None:
+    from flowgrpo_rc.workers.worker import Worker
+
+    Worker(torch.get_num_threads())
+    assert os.environ[ALLOCATOR[0]] == "expandable_segments:True"

@@ -14,6 +14,7 @@ from flowgrpo_rc.config.check_inputs import check_inputs
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import as_yaml, compose_all, unchecked_config
 from flowgrpo_rc.config.machine import device_of, num_processes, usable_cores
+from flowgrpo_rc.config.names import CARD
 from flowgrpo_rc.config.rows import summary, table
 from flowgrpo_rc.distributed.child import is_child, launched_processes
 from flowgrpo_rc.distributed.launch import launch
@@ -45,9 +46,10 @@ def prepare(arguments: argparse.Namespace) -> int | None:
     if arguments.command == "plan":  # for another machine, which may have other files
         check_settings(config)
         if arguments.fit is not None:
-            arguments.fit = in_gib("--fit", arguments.fit)
+            asked = arguments.fit
+            size = asked if asked == CARD else f"{in_gib('--fit', asked):g}"
             what = "measures what one and two samples need; a large model takes half a minute"
-            print(f"--fit {arguments.fit:g}: {what}", file=sys.stderr)
+            print(f"--fit {size}: {what}", file=sys.stderr)
         return None
     trains = arguments.command == "train"
     check_inputs(config, num_processes=launched_processes() or 1, trains=trains)

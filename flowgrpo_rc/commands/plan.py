@@ -15,9 +15,8 @@ from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import config_folder, unchecked_config
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.planning.fit import Fitter, Proposal
+from flowgrpo_rc.planning.fit import Fitter, Proposal, gib_of
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
-from flowgrpo_rc.plugins import in_gib
 from flowgrpo_rc.report.facts import told
 
 
@@ -37,12 +36,15 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def planned(given: Config, processes: int, nodes: int, fit: float | str | None) -> Plan | Proposal:
-    """Plans a run on processes, or with `fit` proposes settings for a card of so many GiB."""
+    """Plans a run on processes, or with `fit` proposes settings for a card.
+
+    `fit` is its GiB, or `card` for the first one of this machine.
+    """
     if processes < 1:
         raise ValueError(f"--processes {processes}: give at least 1")
     if nodes < 1 or processes % nodes:
         raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
-    size = None if fit is None else in_gib("--fit", fit)
+    size = None if fit is None else gib_of(fit)
     check_settings(given, processes)
     config = settled(given, torch.device("cuda"))
     job = job_of(config, processes, config_folder() / "architectures", nodes=nodes)

@@ -9,6 +9,8 @@ DEFAULT_CONFIG = "tiny_ocr"
 OTHER_CONFIG = "verl_omni"
 # The folder of whole configurations, each chosen by `+experiment=NAME`.
 EXPERIMENT = "experiment"
+# What `plan --fit` without a number asks for.
+CARD = "card"
 # The environment variable with the token that clients of a served reward send.
 TOKEN_ENV = "FLOWGRPO_REWARD_TOKEN"
 # All keys, a line each; written by docs/reference_pages.py.

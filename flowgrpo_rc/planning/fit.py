@@ -1,4 +1,4 @@
-"""`flowgrpo-rc plan --fit GIB`: the fastest settings of memory with which a run fits a card.
+"""`flowgrpo-rc plan --fit [GIB]`: the fastest settings of memory with which a run fits a card.
 
 None of them changes what is trained, but for rounding.
 """
@@ -9,13 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+import torch
+
 from flowgrpo_rc.config.check_engine import chunk_size
+from flowgrpo_rc.config.names import CARD
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
-from flowgrpo_rc.planning.phases import phases
-from flowgrpo_rc.planning.weights import Job, as_size, context, memory
+from flowgrpo_rc.planning.phases import at_peak, phases
+from flowgrpo_rc.planning.weights import CONTEXT, Job, as_size, beside_tensors, memory
+from flowgrpo_rc.plugins import in_gib
 
-HEADROOM = 0.08  # of a card, for what fragments its memory and what is not planned
+HEADROOM = 0.05  # of a card, for what is not planned
 
 # A few samples fill a card while they are decoded; more would only take memory, also for
 # workspaces of convolutions, which fake tensors do not show.
@@ -32,6 +36,27 @@ class Line:
     def at(self, samples: int) -> int:
         """Returns the bytes for a number of samples."""
         return self.one + (samples - 1) * self.more
+
+
+# Bytes for a desktop on a card that people also look at; a share, not measured.
+_DESKTOP = 2**30
+_WITH_DESKTOP = ("GeForce", "Radeon RX")
+
+
+def gib_of(fit: float | str) -> float:
+    """Returns the GiB that a run may take of a card: a number, or for `card` of the first GPU.
+
+    That is what is free now and what CUDA has taken here, which the plan counts; on a consumer card
+    at most the whole but for a desktop. ValueError for no number, or if no GPU is visible.
+    """
+    if fit != CARD:
+        return in_gib("--fit", fit)
+    if not torch.cuda.is_available():
+        raise ValueError("--fit: no GPU is visible; give the GiB of a card, such as --fit 24")
+    free, total = torch.cuda.mem_get_info(0)
+    name = torch.cuda.get_device_name(0)
+    desktop = _DESKTOP if any(word in name for word in _WITH_DESKTOP) else 0
+    return round(min(free + CONTEXT, total - desktop) / 2**30, 1)
 
 
 # By phase; `checkpointed` is an update that computes activations again.
@@ -113,7 +138,7 @@ class Fitter:
         for offload in (False, True):
             model = replace(job.config.model, offload_idle=offload)
             held = replace(job, config=replace(job.config, model=model))
-            self._held[offload] = sum(size for _, size, _ in [*memory(held), context(held)])
+            self._held[offload] = sum(size for _, size, _ in memory(held))
 
     def fit(self, gib: float) -> Proposal:
         """Returns the fastest settings that fit a card of some GiB, or those that need least."""
@@ -148,8 +173,11 @@ class Fitter:
 
     def peak(self, config: Config) -> int:
         """Returns the bytes of one process with other settings of memory."""
-        besides = phases(replace(self._job, config=config), activations_of(self._needs, config))
-        return self._held[config.model.offload_idle] + max(size for _, size, _ in besides)
+        found = activations_of(self._needs, config)
+        steps = phases(replace(self._job, config=config), found)
+        largest, activations = at_peak(steps, found)
+        beside = sum(size for _, size, _ in beside_tensors(self._job, activations))
+        return self._held[config.model.offload_idle] + largest + beside
 
 
 def _halves(number: int) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.planning.activations import rows_at_once, samples_at_once
@@ -48,6 +48,13 @@ def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
         formula = "at most: weights that are split or quantized only when they are on the card"
         steps.append(("loading", loading, formula))
     return steps
+
+
+def at_peak(steps: Sequence[Row], found: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the bytes of the largest phase, and how many of them are activations."""
+    name, size, _ = max(steps, key=lambda row: row[1], default=("", 0, ""))
+    named = "shown" if name == "evaluation" and found["shown"] > found[name] else name
+    return size, found.get(named, 0)
 
 
 def _gathered(job: Job) -> int:

@@ -14,8 +14,16 @@ from flowgrpo_rc.config.checks import check_plan
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
-from flowgrpo_rc.planning.phases import phases
-from flowgrpo_rc.planning.weights import Job, Row, as_size, context, memory, numbers_in, on_the_host
+from flowgrpo_rc.planning.phases import at_peak, phases
+from flowgrpo_rc.planning.weights import (
+    Job,
+    Row,
+    as_size,
+    beside_tensors,
+    memory,
+    numbers_in,
+    on_the_host,
+)
 from flowgrpo_rc.planning.work import Count, counts, operations, told
 
 
@@ -23,15 +31,15 @@ from flowgrpo_rc.planning.work import Count, counts, operations, told
 class Plan:
     """What a run would need and do; rows are a name, a number and a formula or remark.
 
-    `memory` is held all the time; `phases`, empty if not measured, follow each other. A forward in
-    `counts` is one sample through the transformer.
+    `memory` is held all the time; `phases`, empty if not measured, follow each other; `beside` is
+    what no tensor of torch takes. A forward in `counts` is one sample through the transformer.
     """
 
     title: str
     parameters: Sequence[Row]
     memory: Sequence[Row]
     phases: Sequence[Row]
-    context: Row
+    beside: Sequence[Row]
     host: Sequence[Row]
     counts: Sequence[Count]
 
@@ -43,7 +51,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """Returns the most memory that one process needs at once."""
-        always = self.held_bytes + self.context[1]
+        always = self.held_bytes + sum(size for _, size, _ in self.beside)
         return always + max((size for _, size, _ in self.phases), default=0)
 
     def __repr__(self) -> str:
@@ -52,9 +60,10 @@ class Plan:
         sections = {"parameters": parameters, "memory of a rank": _sized(memory)}
         if self.phases:
             largest = max(self.phases, key=lambda row: row[1])[0]
-            formula = f"sum, CUDA and {largest}; measured with fake tensors, not on a card"
-            besides = [self.context, *self.phases, ("peak", self.peak_bytes, formula)]
-            sections["besides, one phase after the other"] = _sized(besides)
+            sections["besides, one phase after the other"] = _sized(self.phases)
+            formula = f"sum, {largest} and these; activations of fake tensors, not of a card"
+            beside = [*self.beside, ("peak", self.peak_bytes, formula)]
+            sections["beside torch's tensors"] = _sized(beside)
         sections["memory of a machine's host"] = _sized(self.host)
         sections["plan"] = [*self.counts]
         blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections.items()]
@@ -74,12 +83,13 @@ def make_plan(job: Job, *, measure: bool = True) -> Plan:
         for phase, samples in samples_at_once(job.config).items():
             found[phase] = phase_bytes(phase, job.config, job.model, samples)
         effort = [told(operations(job).of_a_step(job))]
+    steps = phases(job, found) if measure else []
     return Plan(
         title=f"{job.config.trainer.experiment_name}: {job.model.pipeline_class} on {where}",
         parameters=parameters,
         memory=memory(job),
-        phases=phases(job, found) if measure else (),
-        context=context(job),
+        phases=steps,
+        beside=beside_tensors(job, at_peak(steps, found)[1]),
         host=on_the_host(job),
         counts=[*counts(job), *effort],
     )

@@ -24,6 +24,12 @@ from flowgrpo_rc.rollout.replica import lora_layers
 Row = tuple[str, int, str]  # name, bytes, formula
 # CUDA's context, the kernels of torch and the workspaces of cuBLAS. Assumed, not measured.
 CONTEXT = 3 * 2**28
+# Of the largest phase's activations, what torch reserves besides: gaps between tensors that come
+# and go, with blocks that grow. Assumed, not measured.
+GAPS = 0.05
+# NCCL's own: channels on cards that NVLink joins, and the buffers of one to a neighbour in the
+# ring, LL (0.5 MiB), LL128 (4.7 MiB) and NCCL_BUFFSIZE (4 MiB), and a page to send.
+_CHANNELS, _CONNECTION = 32, (10 + 2) * 2**20
 _OF_LORA = "4 bytes x LoRA parameters"
 
 
@@ -161,11 +167,23 @@ def while_loading(job: Job) -> int:
     return split + max(0, linear * DTYPES[rollout.dtype].itemsize - quantized)
 
 
-def context(job: Job) -> Row:
-    """Returns what CUDA takes for itself in the processes on a card."""
-    processes = 2 if job.has_engine_process else 1
-    formula = f"assumed for each of {processes} processes" if processes > 1 else "assumed"
-    return "CUDA and libraries", CONTEXT * processes, formula
+def beside_tensors(job: Job, activations: int) -> list[Row]:
+    """Returns what a card needs beside tensors, with the `activations` of the largest phase.
+
+    NCCL takes channels x neighbours x buffers for each group of processes, computed and not
+    measured. Its users report 544 MB for two and 688 MB for four A100 with NVLink
+    (https://github.com/NVIDIA/nccl/issues/964), and these buffers in issue 1685; cards that PCIe
+    joins have fewer channels.
+    """
+    contexts = 2 if job.has_engine_process else 1
+    formula = f"assumed for each of {contexts} processes" if contexts > 1 else "assumed"
+    rows = [("CUDA and libraries", CONTEXT * contexts, formula)]
+    if job.processes > 1:
+        groups = 2 if job.strategy == "fsdp2" else 1
+        formula = f"{groups} group(s) x {_CHANNELS} channels x 2 neighbours x 12 MiB, by arithmetic"
+        rows.append(("NCCL", 2 * groups * _CHANNELS * _CONNECTION, formula))
+    formula = f"assumed: {GAPS:.0%} of that phase's activations"
+    return [*rows, ("gaps between tensors", int(GAPS * activations), formula)]
 
 
 def on_the_host(job: Job) -> list[Row]:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from flowgrpo_rc.libraries import set_allocator
 from flowgrpo_rc.records.packed_batch import pack
 from flowgrpo_rc.rollout.engine import (
     EngineError,
@@ -56,6 +57,7 @@ class Worker:
     def __init__(self, num_threads: int) -> None:
         """Takes the place that the cluster gives it, with so many threads of torch."""
         torch.set_num_threads(num_threads)
+        set_allocator()  # a node that joined a cluster has not the trainer's environment
         self._engine: RolloutEngine[Any]
         self._version: int | None = None
         self._state: Mapping[str, Tensor] = {}

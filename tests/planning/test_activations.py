@@ -16,10 +16,10 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import add_lora
 from flowgrpo_rc.planning import activations
 from flowgrpo_rc.planning.activations import PeakMemory, phase_bytes
-from flowgrpo_rc.planning.fit import Fitter, activations_of
+from flowgrpo_rc.planning.fit import HEADROOM, Fitter, activations_of, gib_of
 from flowgrpo_rc.planning.phases import phases
 from flowgrpo_rc.planning.plan import make_plan
-from flowgrpo_rc.planning.weights import CONTEXT, context, memory, on_the_host
+from flowgrpo_rc.planning.weights import CONTEXT, GAPS, beside_tensors, memory, on_the_host
 from flowgrpo_rc.planning.work import counts
 from flowgrpo_rc.rollout.replica import Replica
 
@@ -135,12 +135,29 @@ def test_evaluation_counts_at_its_own_size() -> None:
 def test_an_engine_that_sleeps_counts_while_it_samples() -> None:
     engine = ("rollout.name=vllm_omni", "rollout.algo.noise_level=0.7")
     run = job(SD35, *engine)
-    assert context(run)[1] == 2 * CONTEXT
+    assert beside_tensors(run, 0)[0][1] == 2 * CONTEXT
     awake = sizes(SD35, *engine)
     asleep = sizes(SD35, *engine, "+rollout.engine_kwargs.sleep=true")
     whole = sum(run.parts.values())
     assert asleep["rollout"] - awake["rollout"] == pytest.approx(whole, rel=0.03)
     assert asleep["decoding"] == awake["decoding"]
+
+
+def test_what_a_card_needs_beside_tensors() -> None:
+    """Two groups of processes have connections to both neighbours, each of 12 MiB, 32 times."""
+    base = {"CUDA and libraries": CONTEXT, "gaps between tensors": int(GAPS * 5 * GIB)}
+    found = {
+        (name, processes): {
+            row: size
+            for row, size, _ in beside_tensors(
+                job(SD35, f"trainer.strategy={name}", processes=processes), 5 * GIB
+            )
+        }
+        for name, processes in (("ddp", 1), ("ddp", 2), ("fsdp2", 2))
+    }
+    assert found["ddp", 1] == base
+    assert found["ddp", 2] == base | {"NCCL": 0.75 * GIB}
+    assert found["fsdp2", 2] == base | {"NCCL": 1.5 * GIB}
 
 
 def test_gradients_of_several_processes_are_copied() -> None:
@@ -252,13 +269,34 @@ def test_a_card_gets_the_fastest_settings_that_fit(fitter: Fitter) -> None:
     assert not nothing.fits
     assert "does not fit a card of 0.5 GiB" in str(nothing)
     order = list(fitter.candidates())
-    middle = [nothing.peak / GIB / 0.92 + extra for extra in (0.0, 0.05, 0.1, 0.3)]
+    middle = [nothing.peak / GIB / (1 - HEADROOM) + extra for extra in (0.0, 0.05, 0.1, 0.3)]
     places = [order.index(fitter.fit(gib).config) for gib in (*middle, 80)]
     assert places == sorted(places, reverse=True)
     assert len(set(places)) >= 4
     for gib in middle:
         found = fitter.fit(gib).config
         assert mini % found.actor.ppo_micro_batch_size_per_gpu == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "free", "total", "gib"),
+    [
+        ("NVIDIA H100 80GB HBM3", 78.5, 79.2, 79.2),
+        ("NVIDIA RTX 6000 Ada Generation", 40.0, 48.0, 40.8),  # others use some of it
+        ("NVIDIA GeForce RTX 4090", 23.2, 23.5, 22.5),
+        ("NVIDIA GeForce RTX 4090", 20.0, 23.5, 20.8),
+        ("AMD Radeon RX 7900 XTX", 24.0, 24.0, 23.0),
+    ],
+)
+def test_the_card_of_this_machine(monkeypatch, name, free, total, gib) -> None:
+    assert gib_of("24GB") == 24
+    with pytest.raises(ValueError, match="--fit: no GPU is visible; give the GiB"):
+        gib_of("card")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    memory = int(free * GIB), int(total * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: memory)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert gib_of("card") == gib
 
 
 def test_aligned_sizes_are_left_alone() -> None:

@@ -255,13 +255,18 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     assert re.search(r"^  Loss and clip +flow_grpo, clip auto:16$", shown.out, re.MULTILINE)
     (peak,) = re.findall(r"^  peak +(\S+ \S+) ", shown.out, re.MULTILINE)
     assert peak.endswith("GiB")
-    for name in ("CUDA and libraries", "update", "rollout", "decoding", "while loading"):
+    besides = ("CUDA and libraries", "NCCL", "gaps between tensors")
+    for name in (*besides, "update", "rollout", "decoding", "while loading"):
         assert re.search(rf"^  {name} ", shown.out, re.MULTILINE), name
     assert "no counterpart" in shown.err
     assert main(["plan", "--fit", "8GB"]) == 0
     shown = capsys.readouterr()
-    assert "tiny_ocr fits a card of 8 GiB with 8% to spare" in shown.out
+    assert "tiny_ocr fits a card of 8 GiB with 5% to spare" in shown.out
     assert shown.err.startswith("--fit 8: measures what one and two samples need")
+    setting = "trainer.seed=2"
+    for words in ([setting, "--fit"], ["--fit", setting], ["--fit", "--processes=1"]):
+        assert main(["plan", *words]) == 2
+        assert "--fit: no GPU is visible; give the GiB of a card" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
