@@ -23,7 +23,7 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast test-faults test-kernels docs reference mismatch test-docs vllm-omni test-vllm-omni lint check size benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
+.PHONY: install demo test test-fast test-faults test-kernels docs reference mismatch test-docs vllm-omni test-vllm-omni lint check size verification benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
@@ -48,6 +48,9 @@ reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and tables 
 	$(BIN)/python docs/reference_pages.py
 	$(BIN)/python docs/memory_tables.py
 	$(BIN)/python docs/suite_table.py
+
+verification: $(VENV)/.ready  ## run the tests that docs/verification.md tells of, and write it
+	$(BIN)/python docs/verification.py $(ARGS)
 
 mismatch: $(VENV)/.ready  ## measure the table of mismatch by family in docs/extending.md
 	PYTHONPATH=tests:examples $(BIN)/python docs/mismatch_table.py
