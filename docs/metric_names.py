@@ -75,7 +75,8 @@ _REWARDS = _section(
 _SUITES = _section(
     "Suites",
     "With `trainer.suites`, in steps with an evaluation: the questions of [a "
-    "suite](reports.md#suites), asked of the trained model.",
+    "suite](reports.md#suites), asked of the trained model. environment.json has the protocol of "
+    "each: two numbers compare only if its digests are equal.",
     """
     suite/{suite}/reward | reward | Weighted sum of the suite's rewards, the mean over its prompts.
     suite/{suite}/{term} | reward | One of these rewards, and its parts as `{term}/{part}`.

@@ -9,6 +9,7 @@ from pathlib import Path
 from flowgrpo_rc.config.check_inputs import suites_of
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
+from flowgrpo_rc.evaluation.suite import HOW_TO_CHANGE
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.run_folder import RunFolder
 
@@ -36,7 +37,15 @@ def check_evaluated(run_dir: Path, config: Config, suites: Sequence[str], how: s
         check_trusted(path, config, how)
     check_secrets(config)
     config.trainer.suites = list(suites)
-    suites_of(config)
+    given, stored = config.rollout.val_kwargs, stored_config(path).rollout.val_kwargs
+    for suite in suites_of(config):
+        for key, value in suite.sampler.items():
+            asked = getattr(given, key)
+            if asked not in (value, getattr(stored, key)):
+                raise ValueError(
+                    f"rollout.val_kwargs.{key}={asked} does not reach suite {suite.name}, which "
+                    f"pins {key}={value}: drop it, or {HOW_TO_CHANGE.format(suite.name)}"
+                )
 
 
 def checkpoint_and_run(given: str) -> tuple[Path, Path]:

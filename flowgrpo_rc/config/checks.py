@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
-from flowgrpo_rc.evaluation.suite import Suite
+from flowgrpo_rc.evaluation.suite import HOW_TO_CHANGE, Suite
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import FlowModel, adapter_of
 from flowgrpo_rc.models.causal_lm import check_quantization
@@ -147,10 +148,18 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
         "rollout.pipeline": config.rollout.spec(),
         "rollout.val_kwargs": config.rollout.held_out_spec(),
     }
+    of_suites: dict[str, Suite] = {}
     for suite in suites:
         key, asked = f"suite {suite.name}: sampler", suite.applied(config.rollout)
-        check_model(adapter, asked, key, pinned=suite.sampler)
+        with _saying_how_to_change(suite):
+            check_model(adapter, asked, key, pinned=suite.sampler)
         specs[key] = asked.held_out_spec()
+        of_suites[key] = suite
+        run = config.rollout.held_out_spec()
+        pinned = [f"{k}={v}" for k, v in suite.sampler.items() if v != getattr(run, k)]
+        if pinned:
+            told = "suite %s pins %s: rollout.val_kwargs does not reach it"
+            logger.warning(told, suite.name, ", ".join(pinned))
     guided = any(adapter.cfg_scale(spec) > 1 for spec in specs.values())
     if config.data.negative_prompt and not guided:
         raise ValueError(
@@ -161,7 +170,8 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     path = str(folder) if folder.exists() else config.model.path
     model = build_architecture(replace(config.model, path=path))
     for key, spec in specs.items():
-        model.check(spec, key)
+        with _saying_how_to_change(of_suites.get(key)):
+            model.check(spec, key)
         model.check_scheduler(spec)
         model.check_decoding(spec)
     with META:
@@ -170,6 +180,17 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     if config.rollout.quantization is not None:
         check_shapes(network, config.rollout.quantization)
     return model
+
+
+@contextmanager
+def _saying_how_to_change(suite: Suite | None) -> Iterator[None]:
+    """Adds to an error about a suite how its sampler is changed."""
+    try:
+        yield
+    except ValueError as error:
+        if suite is None:
+            raise
+        raise ValueError(f"{error}; {HOW_TO_CHANGE.format(suite.name)}") from error
 
 
 def check_networks(config: Config, model: FlowModel, num_processes: int) -> None:

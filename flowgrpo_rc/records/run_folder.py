@@ -109,10 +109,9 @@ class RunFolder:
         device: torch.device,
         processes: int,
         inputs: Mapping[str, Input],
-        *,
-        first_prompt: str = "",
+        further: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes config.yaml without secrets, environment.json and inputs.json."""
+        """Writes config.yaml without secrets, environment.json with `further`, and inputs.json."""
         # Paths of bundled files become `${asset:NAME}`, so that the folder can be used elsewhere.
         portable = with_references(redact(config))
         write_atomic(self.config, yaml.safe_dump(portable, sort_keys=False).encode())
@@ -132,8 +131,7 @@ class RunFolder:
             "packages": {name: _version(name) for name in _PACKAGES.split()},
             "started": datetime.now().astimezone().isoformat(timespec="minutes"),
         }
-        if first_prompt:
-            environment["first_prompt"] = first_prompt
+        environment |= {name: value for name, value in (further or {}).items() if value}
         if (commit := _commit()) is not None:
             environment["git"] = commit
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,19 @@ def results(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def curves(rows: Sequence[Row]) -> list[Chart]:
-    """Returns the change to the base model over the training, a chart for each suite."""
+def curves(rows: Sequence[Row], protocols: Mapping[str, str]) -> list[Chart]:
+    """Returns the change to the base model over the training, a chart for each suite.
+
+    `protocols` are those of the suites, by name; runs of older versions did not write them down.
+    """
     charts = []
     for name in names_below(rows, _PREFIX):
         if name.endswith(_CHANGE):
             suite = name.removeprefix(_PREFIX).removesuffix(_CHANGE)
             lines = [Series(name=line, points=points_of(rows, name + e)) for line, e in _LINES]
             note = "0 is no change; the interval is one of 95% over prompts"
+            if suite in protocols:
+                note += f"; protocol {protocols[suite]}"
             title = f"{suite}: change to the base model"
             chart = Chart(title=title, series=lines, note=note, thresholds=(0.0,), word="suite")
             charts.append(chart)

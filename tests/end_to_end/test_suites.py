@@ -82,8 +82,12 @@ def test_evaluate_agrees_with_the_training(
     card = write_model_card(
         gamed, gamed / "run", stored_config(gamed / "run" / "config.yaml"), step=8
     )
-    for text in (card.read_text(), (gamed / "run" / "report.html").read_text()):
-        assert f"{stored['digest']}, height 32, width 48" in text
+    protocol = f"{stored['digest']}, height 32, width 48"
+    environment = json.loads((gamed / "run" / "environment.json").read_text())
+    assert environment["suites"]["few_words"].startswith(protocol)
+    report = (gamed / "run" / "report.html").read_text()
+    for text in (card.read_text(), report, report.partition("Suite few_words")[0]):
+        assert protocol in text
     assert found["change"]["mean"] == pytest.approx(last["suite/few_words/change"], abs=1e-12)
     assert found["tuned"]["mean"] == pytest.approx(last["suite/few_words/reward"], abs=1e-12)
     assert "Suite few_words: 24 prompts, 1 samples" in (gamed / "run" / "report.html").read_text()
@@ -131,7 +135,10 @@ def test_wrong_suites_are_refused_before_a_model_is_loaded(
 
 
 def test_a_suite_is_checked_before_the_run_is_loaded(
-    gamed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gamed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(gamed)
 
@@ -143,5 +150,15 @@ def test_a_suite_is_checked_before_the_run_is_loaded(
     assert "reward.terms.saturation.path=saturation:saturation" in refused("--suite", "words")
     assert "did you mean 'words'?" in refused("--trust", "--suite", "word")
     # A benchmark's protocol is pinned, and the bundled model is small.
-    assert "suite ocr: sampler.height=512: this model" in refused("--trust", "--suite", "ocr")
+    told = refused("--trust", "--suite", "ocr")
+    assert "suite ocr: sampler.height=512: this model" in told
+    assert "`sampler` in its file" in told
+    assert "`base: ocr`" in told
+    assert "suite ocr pins height=512, width=512, num_inference_steps=40" in caplog.text
+    override = "rollout.val_kwargs.num_inference_steps="
+    told = refused("--trust", "--suite", "ocr", f"{override}20")
+    assert f"{override}20 does not reach suite ocr, which pins num_inference_steps=40" in told
+    assert "`base: ocr`" in told
+    # The same number is no other sampler, and another suite follows the run.
+    assert "sampler.height=512" in refused("--trust", "--suite", "ocr", f"{override}40")
     assert "no file nothing.yaml" in refused("--trust", "--suite", "nothing.yaml")
