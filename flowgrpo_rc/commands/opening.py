@@ -42,8 +42,8 @@ def prepare_folder(
     settings: dict[str, Any] = dataclasses.asdict(config)
     text, asked = config.model.kind == "causal_lm", inputs.prompts.suites
     suites = {one.name: one.protocol(config.rollout, text=text).told() for one in asked}
-    told = {"first_prompt": inputs.first_prompt, "suites": suites}
-    folder.create(settings, processes.device, processes.count, inputs.read, told)
+    further = {"first_prompt": inputs.first_prompt, "suites": suites}
+    folder.create(settings, processes.device, processes.count, inputs.read, further)
     rows = MetricsFile(folder.metrics)
     redone = [row["step"] for row in rows.rows() if row["step"] > max(step, 0)]
     for file in (rows, MetricsFile(folder.rejected_rows), MetricsFile(folder.health)):
