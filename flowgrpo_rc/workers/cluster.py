@@ -14,9 +14,11 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -39,6 +41,10 @@ _LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 _TOKEN = "RAY_AUTH_TOKEN"
 _HOST = "127.0.0.1"
 _CONNECT_S = 10.0
+_NODES = """import sys
+from ray._raylet import GcsClient
+nodes = GcsClient(address=sys.argv[1]).get_all_node_info(timeout=5).values()
+print(*(node.node_manager_address for node in nodes if node.state == node.ALIVE))"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +60,8 @@ class Cluster:
 class PoolSettings:
     """Says what a pool of workers is made of.
 
-    `staleness` is how many versions of the LoRA are in use besides the newest. With `in_turn` the
-    workers of a machine load one after the other: on its way to a GPU a model is on the host.
+    `staleness` is how many versions of the LoRA are in use besides the newest. With `in_turn` as
+    many workers of a machine load at once as its host takes: there a model is on its way to a GPU.
     """
 
     num_workers: int
@@ -175,16 +181,50 @@ def join(cluster: Cluster) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises ValueError if nobody listens at an address; Ray would try for minutes."""
+    """Raises ValueError if nobody listens at an address, or this machine is not in its cluster.
+
+    Ray would try for minutes, after the model was loaded.
+    """
+    if address == "auto":
+        return
     host, _, port = address.rpartition(":")
     try:
-        if address != "auto":
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as connection:
+            own = connection.getsockname()[0]
     except (OSError, ValueError, OverflowError) as error:
         raise ValueError(
             f"rollout.ray_address={address} cannot be reached: {error}. Give HOST:PORT of the head "
             "of a running Ray cluster, auto for the one of this machine, or null to start one"
         ) from error
+    deadline = time.monotonic() + _CONNECT_S  # one that has just been started may not be listed
+    while (joined := _joined(address)) and not any(map(_is_here, joined)):
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"rollout.ray_address={address}: {own} trains and has not joined the Ray cluster; "
+                f"in it are {', '.join(joined)}. Before the training, run there: ray start "
+                f"--address={address} --node-ip-address={own} --num-cpus=0 --num-gpus=0 (or with "
+                "the cores and GPUs that may sample)"
+            )
+        time.sleep(1.0)
+
+
+def _joined(address: str) -> list[str]:
+    """Returns the addresses of a cluster's machines; none if it refuses: Ray will then say why."""
+    command = [sys.executable, "-c", _NODES, address]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        # In a process of its own: Ray ends one that asks without a token.
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_CONNECT_S)
+        return told.stdout.split()
+    return []
+
+
+def _is_here(address: str) -> bool:
+    """Returns whether an address is one of this machine's: a socket takes no other one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def _connected(address: str, namespace: str, **local: Any) -> Cluster:

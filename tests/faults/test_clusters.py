@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from support.documented import ROOT
 from support.faults import Trained, command, fault, started, words_of
-from support.launching import SCONTROL, all_gone, alone, free_port, marked, wait_for
+from support.launching import SCONTROL, all_gone, alone, free_port, launch, marked, ran, wait_for
+from support.machines import LINK, two_machines
 from support.ray import needs_ray
 from support.runs import final_state, read_rows
 
@@ -120,6 +121,41 @@ def test_a_cluster(
     run = tmp_path / "run"
     assert [row["workers/ready"] for row in read_rows(run)[1:]] == [1, 2, 1]
     assert final_state(run) == trained([*small, CHUNKS]).state
+
+
+@fault("a machine that trains has not joined the Ray cluster", "one line says where, and how")
+def test_two_machines_train_and_sample(
+    small: list[str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """They train what two processes of one machine do; the second forgets to join at first."""
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 32, "WORLD_SIZE": "2"}
+    words = words_of(small, CHUNKS, "rollout.workers=2")[1:]
+    with two_machines() as machines:
+        host = machines[0].address
+        engine = "rollout.name=support.worker_engines.OnBothNodes"
+        train = [sys.executable, "-m", "flowgrpo_rc.train", *words, engine]
+        train += [f"rollout.ray_address={host}:6379", f"+rollout.engine_kwargs.folder={tmp_path}"]
+        environment |= {"MASTER_ADDR": host, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": LINK}
+        environment |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        options = ["--head", "--port=6379", "--include-dashboard=false"]
+        trainers = []
+        for rank, (machine, name) in enumerate(zip(machines, ("first", "second"), strict=True)):
+            given = environment | {"RANK": str(rank), "FLOWGRPO_RC_NODE": name}
+            if rank == 1:
+                refused = ran(*machine.words(*train), env=given)
+                assert refused.returncode == 2
+                assert refused.stderr.startswith(
+                    f"error: rollout.ray_address={host}:6379: {machine.address} trains and has not "
+                    f"joined the Ray cluster; in it are {host}. Before the training, run there: "
+                    f"ray start --address={host}:6379 --node-ip-address={machine.address} "
+                )
+                options = [f"--address={host}:6379"]
+            join = ["ray", "start", f"--node-ip-address={machine.address}", "--num-cpus=1"]
+            subprocess.run(machine.words(*join, *options), env=given, check=True)
+            trainers.append(subprocess.Popen(machine.words(*train), env=given))
+        assert [trainer.wait(timeout=300) for trainer in trainers] == [0, 0]
+    launch(2, "-m", "flowgrpo_rc.train", *words, f"trainer.output_dir={tmp_path / 'one_machine'}")
+    assert final_state(tmp_path / "run") == final_state(tmp_path / "one_machine")
 
 
 # Stand-ins of Slurm's commands for a job on two nodes, both on this machine.

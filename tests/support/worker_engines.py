@@ -98,8 +98,8 @@ def train_and_meet(words: list[str]) -> None:
     raise SystemExit(main(["train", *words[1:]]))
 
 
-class OnTwoNodes(Meeting):
-    """Samples step 2 on two nodes at the same time, and hangs in step 3 on the second.
+class OnBothNodes(Meeting):
+    """Samples step 2 on two nodes at the same time.
 
     The environment of a node holds its name: `FLOWGRPO_RC_NODE` is `first` or `second`.
     """
@@ -108,7 +108,14 @@ class OnTwoNodes(Meeting):
         node = os.environ["FLOWGRPO_RC_NODE"]
         if request.prompts.step == 2:
             meet(self._folder, node, "second" if node == "first" else "first")
-        if request.prompts.step == 3 and node == "second":
+        yield from DiffusersEngine.generate(self, request)
+
+
+class OnTwoNodes(OnBothNodes):
+    """Hangs in step 3 on the second node."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        if request.prompts.step == 3 and os.environ["FLOWGRPO_RC_NODE"] == "second":
             (self._folder / "hangs").touch()
             time.sleep(3600)
-        yield from DiffusersEngine.generate(self, request)
+        yield from super().generate(request)
