@@ -98,8 +98,7 @@ class Processes:
 
     def _next_to_load(self, *, waits: bool) -> list[int]:
         """Returns the processes, of all machines, that load now; none when all have."""
-        # A model is on the host first; what one took there at most is what another may take.
-        fit = free_host_gib() / peak_memory_gib(torch.device("cpu")) if self._has_loaded else None
+        fit = room_for_more() if self._has_loaded else None
         told = self.gather_objects([(socket.gethostname(), waits, fit)])
         turn: list[int] = []
         for machine in {name for name, _, _ in told}:
@@ -175,6 +174,11 @@ def _first_reason(error: RuntimeError) -> str:
     # "[file:line] reason. This is typically ...": only the reason is worth showing.
     first_line = str(error).splitlines()[0]
     return first_line.split("] ", 1)[-1].split(". This is typically", 1)[0]
+
+
+def room_for_more() -> float:
+    """Returns how many processes like this one the host's free memory takes, by its peak there."""
+    return free_host_gib() / peak_memory_gib(torch.device("cpu"))
 
 
 def gpu_memory_gib(device: torch.device) -> tuple[float, float]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
@@ -56,7 +56,10 @@ class WorkerPool:
         self._num_bytes = 0
         self._longest_queue = 0
         self._starting: set[asyncio.Task[None]] = set()
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by machine
+        # By machine; one may load until it is known what it takes.
+        self._loading: Counter[str] = Counter()
+        self._may_load: defaultdict[str, int] = defaultdict(lambda: 1)
+        self._turn_over = asyncio.Condition()
 
     async def start(self) -> None:
         """Starts the workers, and waits for the first of them. EngineError if none starts."""
@@ -172,10 +175,12 @@ class WorkerPool:
         worker = remote.options(**options).remote(settings.num_cpus)
         try:
             machine = await worker.machine.remote()
-            async with self._turns[machine] if settings.in_turn else nullcontext():
+            async with self._turn(machine):
                 self._none_since = time.monotonic()  # it has all its time, whoever came before
                 loaded = worker.load.remote(self._make_engine[0])
                 versions = await asyncio.wait_for(loaded, settings.timeout_s)
+                if settings.in_turn:
+                    self._may_load[machine] = max(1, int(await worker.room.remote()))
         except (RayError, TimeoutError) as error:
             self._replace(worker, f"did not start: {_reason(error, settings.timeout_s)}")
             return
@@ -189,6 +194,20 @@ class WorkerPool:
             if versions.get(name) != version
         ]
         self._drop(worker, f"has other packages than the trainer: {', '.join(others)}")
+
+    @asynccontextmanager
+    async def _turn(self, machine: str) -> AsyncIterator[None]:
+        """Waits until one more worker of a machine may load, and lets it load."""
+        most = self._may_load if self._settings.in_turn else {machine: self._settings.num_workers}
+        async with self._turn_over:
+            await self._turn_over.wait_for(lambda: self._loading[machine] < most[machine])
+            self._loading[machine] += 1
+        try:
+            yield
+        finally:
+            self._loading[machine] -= 1
+            async with self._turn_over:
+                self._turn_over.notify_all()
 
     def _replace(self, worker: Any, reason: str) -> None:
         """Drops a worker and starts another one, if that is still allowed."""

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from flowgrpo_rc.distributed.processes import room_for_more
 from flowgrpo_rc.libraries import set_allocator
 from flowgrpo_rc.records.packed_batch import pack
 from flowgrpo_rc.rollout.engine import (
@@ -70,6 +71,10 @@ class Worker:
         """Makes the engine, in this process; returns the versions of the packages here."""
         self._engine = make_engine()
         return package_versions()
+
+    def room(self) -> float:
+        """Returns how many more workers its machine may load at once."""
+        return room_for_more()
 
     def sample(
         self,

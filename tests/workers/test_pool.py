@@ -14,45 +14,51 @@ from support.launching import run_alone
 from support.ray import needs_ray
 
 from flowgrpo_rc.rollout.engine import EngineError
-from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
+from flowgrpo_rc.workers import cluster
+from flowgrpo_rc.workers.cluster import PoolSettings, check_reachable, spare_gpus
 
+POOL = {"num_cpus": 1, "num_gpus": 0, "timeout_s": 60.0}
+POOL |= {"max_restarts": 0, "staleness": 0, "chunk_size": 1}
 PROGRAM = """
 import os, sys, time
-from functools import partial
 from pathlib import Path
 from accelerate import Accelerator
-from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.distributed import processes as module
 from flowgrpo_rc.workers.cluster import PoolSettings, start_workers
 
-
-def load(folder):
-    start = time.monotonic()
-    time.sleep(1)
-    Path(folder, f"loaded_{os.getpid()}").write_text(f"{start} {time.monotonic()}")
+folder, takes, at_once = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 
 
-settings = PoolSettings(
-    num_workers=2, num_cpus=1, num_gpus=0, timeout_s=60.0, max_restarts=0, staleness=0,
-    chunk_size=1, in_turn=True,
-)
-engine = start_workers(
-    partial(load, sys.argv[1]), settings, Processes(Accelerator(cpu=True)), address=None
-)
-while len(list(Path(sys.argv[1]).glob("loaded_*"))) < 2:
+def load():
+    module.free_host_gib = lambda: takes * module.peak_memory_gib(module.torch.device("cpu"))
+    left = len(list(folder.glob("left_*")))
+    come = left + (at_once if left else 1)
+    (folder / f"came_{os.getpid()}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("came_*"))) < come:
+        assert time.monotonic() < deadline, "it loads alone"
+    time.sleep(0.5)  # for one that may not come yet
+    assert len(list(folder.glob("came_*"))) == come
+    (folder / f"left_{os.getpid()}").touch()
+
+
+settings = PoolSettings(num_workers=3, in_turn=True, **POOL)
+engine = start_workers(load, settings, module.Processes(Accelerator(cpu=True)), address=None)
+deadline = time.monotonic() + 120
+while len(list(folder.glob("left_*"))) < 3:
+    assert time.monotonic() < deadline, "a worker has not loaded"
     time.sleep(0.02)
 engine.close()
 """
 
 
 @needs_ray
-def test_workers_load_in_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("takes", "at_once"), [("0.5", "1"), ("2.5", "2")])
+def test_as_many_workers_load_at_once_as_fit(tmp_path: Path, takes: str, at_once: str) -> None:
+    """The first alone; `takes` is how many of its size the free memory holds then."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    run_alone(str(program), str(tmp_path))
-    first, second = sorted(
-        tuple(map(float, path.read_text().split())) for path in tmp_path.glob("loaded_*")
-    )
-    assert first[1] <= second[0]
+    program.write_text(f"POOL = {POOL}{PROGRAM}")
+    run_alone(str(program), str(tmp_path), takes, at_once)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +87,9 @@ def test_workers_get_the_gpus_that_no_trainer_uses(
         assert spare_gpus(*given) == expected
 
 
-def test_an_address_is_tried() -> None:
+def test_an_address_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever listens there and does not answer is left to Ray."""
+    monkeypatch.setattr(cluster, "_CONNECT_S", 0.5)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -126,19 +134,9 @@ def test_a_worker_fetches_a_version_of_the_lora_once(monkeypatch: pytest.MonkeyP
 @needs_ray
 def test_chunks_are_sampled_in_the_order_in_which_they_were_asked_for() -> None:
     """Also when a worker becomes free just as a later one asks."""
-    from flowgrpo_rc.workers.cluster import PoolSettings
     from flowgrpo_rc.workers.pool import WorkerPool
 
-    settings = PoolSettings(
-        num_workers=1,
-        num_cpus=1,
-        num_gpus=0,
-        timeout_s=60.0,
-        max_restarts=0,
-        staleness=0,
-        chunk_size=1,
-        in_turn=False,
-    )
+    settings = PoolSettings(num_workers=1, in_turn=False, **POOL)
 
     async def served() -> list[str]:
         pool = WorkerPool([None], settings, {})
