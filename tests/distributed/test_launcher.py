@@ -76,4 +76,4 @@ def test_the_processes_of_a_documented_launch_share_its_batch(line: str) -> None
 def test_launches_of_every_launcher_are_documented() -> None:
     started = {(line.split()[0], launched(line)) for line in LAUNCHES.values()}
     assert started >= {("accelerate", 8), ("accelerate", 16), ("sbatch", 16), ("torchrun", 8)}
-    assert ("flowgrpo-rc", 2) in started
+    assert started >= {("flowgrpo-rc", 2), ("torchrun", 16)}
