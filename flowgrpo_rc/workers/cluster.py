@@ -90,7 +90,7 @@ def start_workers(
     if address is None and here < processes.count:
         raise ValueError(
             f"rollout.workers={settings.num_workers}: the trainer's processes are on several "
-            "machines. Start a Ray cluster, and give its rollout.ray_address"
+            "machines. Have all of them join a Ray cluster, and give its rollout.ray_address"
         )
     cluster = None
     if processes.is_main:
