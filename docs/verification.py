@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from flowgrpo_rc.config.compose import compose_config, config_folder
-from flowgrpo_rc.models.architecture import find_architecture, unpack_architecture
+from flowgrpo_rc.config.compose import config_folder
+from flowgrpo_rc.models.architecture import unpack_architecture
 from flowgrpo_rc.models.base import ModelConfig, adapter_of
 
 DOCS = Path(__file__).parent
@@ -28,8 +28,9 @@ STORE = DOCS / "verification.json"
 ASKED = yaml.safe_load((DOCS / "verification.yaml").read_text(encoding="utf-8"))
 FAMILIES: Mapping[str, str] = ASKED["families"]
 FEATURES: Mapping[str, Any] = ASKED["features"] | ASKED["of_recipes"]
-CONFIGS = config_folder()
-ARCHITECTURES = CONFIGS / "architectures"
+# Recipes of published models, then those of bundled ones; verl_omni lies beneath a command line.
+_FILES = [*config_folder().glob("experiment/*.yaml"), *config_folder().glob("*.yaml")]
+RECIPES = {path.stem: f"`{path.stem}`" for path in sorted(_FILES) if path.stem != "verl_omni"}
 VERSIONS = ("torch", "diffusers")
 
 
@@ -50,28 +51,13 @@ def run(keys: Sequence[str]) -> dict[str, Any]:
 
 
 @cache
-def recipes() -> dict[str, str]:
-    """Returns recipe -> family, in the order of the families."""
-    found = {}
-    for path in (*sorted(CONFIGS.glob("experiment/*.yaml")), *sorted(CONFIGS.glob("*.yaml"))):
-        if path.stem == "verl_omni":  # lies beneath a command line, and names no model
-            continue
-        name = path.stem if path.parent == CONFIGS else None
-        given = ["data.train_files=any", "data.val_files=any"]
-        given += [f"+experiment={path.stem}"] if name is None else []
-        model = compose_config(given, config_name=name).model
-        folder = find_architecture(model.path, ARCHITECTURES) or Path(model.path)
-        found[path.stem] = "causal_lm" if model.kind == "causal_lm" else _family(folder)
-    order = [*FAMILIES]
-    return {name: found[name] for name in sorted(found, key=lambda name: order.index(found[name]))}
-
-
-@cache
 def names() -> dict[str, str]:
     """Returns what may stand in a test's parameters -> family or recipe."""
-    files = ARCHITECTURES.glob("*.json")
-    published = {file.stem: _family(unpack_architecture(file)) for file in files}
-    return published | {name: name for name in (*FAMILIES, *recipes())}
+    found = {name: name for name in (*FAMILIES, *RECIPES)}
+    for file in (config_folder() / "architectures").glob("*.json"):
+        config = ModelConfig(path=str(unpack_architecture(file)))
+        found[file.stem] = adapter_of(config).serves()
+    return found
 
 
 def row_of(test: str, key: str) -> str | None:
@@ -86,26 +72,19 @@ def row_of(test: str, key: str) -> str | None:
 def page(store: Mapping[str, Any]) -> Iterator[str]:
     """Yields the page for what is kept."""
     yield ASKED["introduction"] if ASKED["on_a_card"] else ASKED["introduction"] + ASKED["no_card"]
-    yield from _table("Models", {"model": FAMILIES}, ASKED["features"], store)
-    models = {name: FAMILIES[family] for name, family in recipes().items()}
-    columns = {"recipe": {name: f"`{name}`" for name in models}, "model": models}
-    yield from _table("Recipes", columns, ASKED["of_recipes"], store)
-
-
-def _family(folder: Path) -> str:
-    return adapter_of(ModelConfig(path=str(folder))).serves()
+    yield from _table("model", FAMILIES, ASKED["features"], store)
+    yield from _table("recipe", RECIPES, ASKED["of_recipes"], store)
 
 
 def _table(
-    title: str, columns: Mapping[str, Any], features: Mapping[str, Any], store: Mapping[str, Any]
+    of: str, rows: Mapping[str, str], features: Mapping[str, Any], store: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yields a section: a table with the features of each row, and below it their tests."""
-    rows = next(iter(columns.values()))
-    texts = dict(columns) | {"on a card": dict.fromkeys(rows, "no") | ASKED["on_a_card"]}
+    texts = {of: rows, "on a card": dict.fromkeys(rows, "no") | ASKED["on_a_card"]}
     for key, asked in features.items():
         texts[asked["title"]] = {row_of(test, key): "CPU" for test in store[key]["passed"]}
         texts[asked["title"]] |= dict.fromkeys(asked.get("not_for", ()), "-")
-    yield f"\n## {title}\n\n| {' | '.join(texts)} |\n{'|---' * len(texts)}|\n"
+    yield f"\n## {of.title()}s\n\n| {' | '.join(texts)} |\n{'|---' * len(texts)}|\n"
     for row in rows:
         yield f"| {' | '.join(text.get(row, 'untested') for text in texts.values())} |\n"
     yield "\n| column | what passed | last run | tests |\n|---|---|---|---|\n"
