@@ -200,8 +200,8 @@ def check_reachable(address: str) -> None:
     while (joined := _joined(address)) and not any(map(_is_here, joined)):
         if time.monotonic() > deadline:
             raise ValueError(
-                f"rollout.ray_address={address}: {own} trains and has not joined the Ray cluster; "
-                f"in it are {', '.join(joined)}. Before the training, run there: ray start "
+                f"rollout.ray_address={address}: {own} trains and has not joined the Ray cluster "
+                f"(joined: {', '.join(joined)}). Before the training, run there: ray start "
                 f"--address={address} --node-ip-address={own} --num-cpus=0 --num-gpus=0 (or with "
                 "the cores and GPUs that may sample)"
             )

@@ -146,7 +146,7 @@ def test_two_machines_train_and_sample(
                 assert refused.returncode == 2
                 assert refused.stderr.startswith(
                     f"error: rollout.ray_address={host}:6379: {machine.address} trains and has not "
-                    f"joined the Ray cluster; in it are {host}. Before the training, run there: "
+                    f"joined the Ray cluster (joined: {host}). Before the training, run there: "
                     f"ray start --address={host}:6379 --node-ip-address={machine.address} "
                 )
                 options = [f"--address={host}:6379"]

@@ -13,7 +13,7 @@ import pytest
 
 _OWN = ("--net", "--mount", "--uts", "--pid")
 _START = """mkdir -p /tmp/ray && mount -t tmpfs ray /tmp/ray && hostname $0 && ip link set lo up &&
-echo up && exec sleep infinity"""
+echo up && exec cat"""
 LINK = "eth0"
 
 
@@ -34,8 +34,8 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     if missing := [name for name in ("ip", "nsenter", "unshare") if not shutil.which(name)]:
         pytest.skip(f"network namespaces need {missing[0]}")
     held = ["unshare", *_OWN, "--fork", "--mount-proc", "--kill-child", "sh", "-c", _START]
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    parents = [subprocess.Popen([*held, name], **piped) for name in ("first", "second")]
+    piped = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)  # `cat` ends with us
+    parents = [subprocess.Popen([*held, name], text=True, **piped) for name in ("first", "second")]
     try:
         for parent in parents:
             if parent.stdout.readline() != "up\n":
