@@ -157,6 +157,15 @@ class SamplerSpec(Spec):
     tail_start: int | None = None  # the first step behind every window; None: no step is
     tail_steps: int | None = None  # the most evaluations from there on; None: as scheduled
     shared_prefix: bool = False  # whether the samples of a prompt start from the same noise
+    # The evaluations of a sample that use the middle blocks' residual again, and how many blocks at
+    # the start and at the end are evaluated even then.
+    cached_steps: tuple[int, ...] = ()
+    cached_blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Takes lists, as JSON has them, for tuples."""
+        for name in ("cached_steps", "cached_blocks"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

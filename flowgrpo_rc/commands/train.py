@@ -23,6 +23,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
+from flowgrpo_rc.models.block_cache import saved_share
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.quantization import precision
 from flowgrpo_rc.records.best import BestEvaluation
@@ -159,6 +160,14 @@ def _train(
     console = trainer.journal.log.console
     for note in notes(config):
         console.message(f"note: {note}")
+    rollout = config.rollout
+    if rollout.cache.every > 1:
+        cached, steps = len(rollout.cached_steps()), rollout.evaluations()
+        share = saved_share(trainer.task.model.network, rollout.cache.blocks, cached, steps)
+        console.message(
+            f"note: rollout.cache: {cached} of the {steps} evaluations of a sample skip the middle "
+            f"blocks, which saves {share:.0%} of the block evaluations"
+        )
     try:
         uploads = uploads_of(config) if trainer.processes.is_main else None
         trainer.export = partial(export_step, config, folder, uploads)
@@ -205,6 +214,8 @@ def notes(config: Config) -> Iterator[str]:
         quantization = config.rollout.engine_kwargs.get("quantization")
         if quantization:
             formats.append(quantization)
+        if config.rollout.cache.window:
+            formats.append("cached blocks")
         yield (
             "no fault of the engine is reported by the size of the mismatch: what rounding makes "
             f"of it cannot be measured for a rollout in {'+'.join(formats)} and a training graph "

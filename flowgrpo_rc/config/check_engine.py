@@ -56,6 +56,7 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     own = config.model.quantization and f"model.quantization={config.model.quantization}"
     quantized = own or f"rollout.quantization={rollout.quantization}"
     aligned = config.actor.replay == "aligned"
+    caches = rollout.cache.every > 1 and f"rollout.cache.every={rollout.cache.every}"
     refuse(
         (engine.kind != kind, f"{name} samples from model.kind={engine.kind}, not {kind}"),
         (
@@ -64,6 +65,12 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         ),
         (rollout.compile and not engine.compiles, f"rollout.compile=true {useless}"),
         (rollout.merge_lora and not engine.merges_lora, f"rollout.merge_lora=true {useless}"),
+        (caches and not engine.caches_blocks, f"{caches} {useless}"),
+        (
+            aligned and caches and rollout.cache.window,
+            "actor.replay=aligned: with rollout.cache.window=true the rollout skips blocks that "
+            "the update evaluates; drop one of them",
+        ),
         (
             rollout.quantization and own,
             f"rollout.quantization={rollout.quantization}: {name} samples with the trainer's "
@@ -115,6 +122,8 @@ def engine_options(config: Config) -> dict[str, Any]:
     # Only an engine that offers these has options of these names.
     offered = {name: getattr(rollout, name) for name in ("quantization", "compile", "merge_lora")}
     options |= {name: value for name, value in offered.items() if value}
+    if rollout.cache.every > 1:
+        options["cached_blocks"] = tuple(rollout.cache.blocks)
     return options | rollout.engine_kwargs
 
 

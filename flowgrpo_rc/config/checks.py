@@ -33,8 +33,10 @@ from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.evaluation.suite import HOW_TO_CHANGE, Suite
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import FlowModel, adapter_of
+from flowgrpo_rc.models.block_cache import middle_blocks
 from flowgrpo_rc.models.causal_lm import check_quantization
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
@@ -177,6 +179,9 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     with META:
         network = add_lora(model, config.model, config.trainer.seed)
     check_optimizer(list(lora_parameters(network).values()), config.actor.optim)
+    if config.rollout.cache.every > 1:
+        for part in transformers(network).values():
+            middle_blocks(part, config.rollout.cache.blocks)
     if config.rollout.quantization is not None:
         check_shapes(network, config.rollout.quantization)
     return model

@@ -167,8 +167,8 @@ class Config:
     def expected_mismatch(self) -> float | None:
         """Returns the mismatch that rounding explains, relative to one that can be measured.
 
-        None if older weights made the samples or the engine rounds in a format of its own; see
-        `relative_size`.
+        None if older weights made the samples, the engine rounds in a format of its own, or skips
+        blocks at recorded steps; see `relative_size`.
         """
         rollout = self.rollout
         if (
@@ -182,6 +182,8 @@ class Config:
         engine: type[RolloutEngine[Any]] = load_class(PACKAGE, rollout.name, RolloutEngine)
         if self.model.quantization and not engine.copies_network:
             return None  # it samples with weights that are not quantized
+        if rollout.cache.every > 1 and rollout.cache.window:
+            return None
         return relative_size(rollout.spec().dtype, self.model.dtype, self.trainer.mixed_precision)
 
     def why_recompute(self) -> str | None:

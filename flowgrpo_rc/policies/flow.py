@@ -28,6 +28,7 @@ from flowgrpo_rc.core.transition import (
     sample,
 )
 from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.models.block_cache import BlockCache
 from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.policies.base import Evaluation, Policy, cut, nudge
 from flowgrpo_rc.policies.scheduler import step_transition
@@ -52,7 +53,7 @@ class FlowPolicy(Policy[DiffusionBatch]):
     The policies of the trainer and of an engine share one `FlowModel` and have a transformer each.
     It runs in the context that `autocast` makes. A forward of the update evaluates
     `steps_per_forward` SDE steps of a sample, or all of its window for None. `nudge` moves the text
-    embeddings if `nudged`.
+    embeddings if `nudged`. A rollout skips blocks of a network that has a `cache`.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class FlowPolicy(Policy[DiffusionBatch]):
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         steps_per_forward: int | None = 1,
         nudged: bool = False,
+        cache: BlockCache | None = None,
     ) -> None:
         given = list(transformers(network))
         if given != list(model.networks):
@@ -75,6 +77,7 @@ class FlowPolicy(Policy[DiffusionBatch]):
         self._autocast = autocast
         self._steps_per_forward = steps_per_forward
         self._nudged = nudged
+        self._cache = cache
 
     @torch.no_grad()
     def rollout(
@@ -100,8 +103,12 @@ class FlowPolicy(Policy[DiffusionBatch]):
           group: number of each sample's prompt, [B]; needed with `spec.shared_prefix`.
         """
         schedule = self.model.walked_schedule(spec)
+        if self._cache is not None:
+            self._cache.start(spec.cached_steps)
 
         def velocity(x: Tensor, timesteps: Tensor) -> Tensor:
+            if self._cache is not None:
+                self._cache.next_step()
             return self._velocity(x, timesteps, conditioning, negative, spec, group)
 
         return sample_trajectory(
@@ -268,6 +275,8 @@ class FlowPolicy(Policy[DiffusionBatch]):
             rows, place = distinct_rows(latents, group)
             latents, timesteps, conditioning = latents[rows], timesteps[rows], conditioning[rows]
             negative = None if negative is None else negative[rows]
+            if self._cache is not None:
+                self._cache.place, self._cache.rows = place, rows
         with self._autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         # In fp32 from here on: log-ratios are 1e-4, and bf16 resolves 4e-3.

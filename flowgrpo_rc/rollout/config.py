@@ -37,6 +37,7 @@ LEAST = {
     "pipeline.condition_pixels": 1,
     "algo.sde_window_interval": 1,
     "algo.tail_steps": 1,
+    "cache.every": 1,
     "val_kwargs.num_frames": 1,
     "val_kwargs.num_inference_steps": 1,
     "val_kwargs.guidance_scale": 0,
@@ -134,6 +135,22 @@ class AlgoConfig:
 
 
 @dataclass(kw_only=True)
+class CacheConfig:
+    """Reuse of a transformer's middle blocks while training samples are drawn: on some steps what
+    they added at an earlier one is added again (`models.block_cache`).
+
+    every: one of so many steps evaluates all blocks; 1: every step does.
+    blocks: how many blocks at the start and at the end are evaluated on every step.
+    window: the steps of `sde_window_range` may be cached, too. Then the mismatch grows, which needs
+        centered log-ratios and clip_ratio=auto. Otherwise only the images change.
+    """
+
+    every: int = 1
+    blocks: list[int] = field(default_factory=lambda: [1, 1])
+    window: bool = False
+
+
+@dataclass(kw_only=True)
 class EvaluationConfig:
     """Settings of held-out samples, whose seed is fixed. Images come from the ODE, with their own
     size, steps and guidance; null takes the value of rollout.pipeline.
@@ -216,6 +233,7 @@ class RolloutConfig:
     max_restarts: int = 3
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     val_kwargs: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def spec(self, step: int = 1, *, tf32: bool = False) -> SamplerSpec:
@@ -231,6 +249,8 @@ class RolloutConfig:
             tail_start=self.tail_start(step),
             tail_steps=self.algo.tail_steps,
             shared_prefix=self.algo.shared_prefix,
+            cached_steps=self.cached_steps(step),
+            cached_blocks=tuple(self.cache.blocks) if self.cache.every > 1 else (),
         )
 
     def held_out_spec(self) -> SamplerSpec:
@@ -282,6 +302,16 @@ class RolloutConfig:
         steps = self.pipeline.num_inference_steps
         return len(kept_steps(steps, self.tail_start(step), self.algo.tail_steps))
 
+    def cached_steps(self, step: int = 1) -> tuple[int, ...]:
+        """Returns the evaluations of a sample of a training step that skip the middle blocks."""
+        _, first, last = (0, 0, 0) if self.cache.window else self.window_at(step)
+        every = self.cache.every
+        return tuple(
+            index
+            for index in range(self.evaluations(step))
+            if index % every and not first <= index < last
+        )
+
     def validate(self) -> None:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
         check_engine_name(PACKAGE, self.name, "rollout.name")
@@ -323,6 +353,7 @@ class RolloutConfig:
         if self.algo.sde_window_interval is not None:
             self._check_sliding()
         self._check_tail()
+        self._check_cache()
 
     def _check_ode(self) -> None:
         """Refuses settings of stochastic steps, of which there are none."""
@@ -364,6 +395,27 @@ class RolloutConfig:
         if self.workers == 0 and self.ray_address is not None:
             raise ValueError(
                 f"rollout.ray_address={self.ray_address} has no effect without rollout.workers"
+            )
+
+    def _check_cache(self) -> None:
+        """Refuses settings of the block cache that are wrong or have no effect."""
+        cache = self.cache
+        if len(cache.blocks) != 2 or min(cache.blocks) < 1:
+            raise ValueError(
+                f"rollout.cache.blocks={list(cache.blocks)}: give two numbers of at least 1, of "
+                "the blocks at the start and at the end that are always evaluated"
+            )
+        if cache.every == 1 and cache != CacheConfig():
+            raise ValueError(
+                f"rollout.cache: blocks={list(cache.blocks)} and window={cache.window} have no "
+                "effect with every=1, which evaluates all blocks; set rollout.cache.every=2, or "
+                "drop them"
+            )
+        if cache.every > 1 and not self.cached_steps():
+            raise ValueError(
+                f"rollout.cache.every={cache.every} has no effect: no step to skip lies outside of "
+                "rollout.algo.sde_window_range; shorten it, give another number, or set "
+                "rollout.cache.window=true"
             )
 
     def _check_tail(self) -> None:

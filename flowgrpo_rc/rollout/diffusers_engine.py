@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from flowgrpo_rc.batch import Conditioning, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.block_cache import BlockCache
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
@@ -27,6 +29,7 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
     aligns = True
     takes_images = True
     draws_seed_noise = True
+    caches_blocks = True
 
     def __init__(
         self,
@@ -38,11 +41,14 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
         quantization: str | None = None,
         compile: bool = False,
         merge_lora: bool = False,
+        cached_blocks: tuple[int, ...] = (),
     ) -> None:
         backend = "inductor" if compile else None
         self._replica = Replica(network, dtype, quantization, backend, merge_lora)
         self.transformer = self._replica.network
-        self._policy = FlowPolicy(model, self.transformer)
+        self._cached_blocks = cached_blocks
+        self._cache = BlockCache(self.transformer, cached_blocks) if cached_blocks else None
+        self._policy = FlowPolicy(model, self.transformer, cache=self._cache)
         self._model = model
         self._chunk_size = chunk_size
         self._asked: tuple[PromptBatch, SamplerSpec] | None = None
@@ -77,8 +83,9 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
                 trajectory,
                 conditioning,
                 negative,
-                spec=self._replica.spec(spec),
+                spec=replace(self._replica.spec(spec), cached_blocks=self._cached_blocks),
                 version=self._replica.version,
+                blocks=(0, 0) if self._cache is None else self._cache.counted(),
             )
 
     def _encode(self, request: ImageRequest) -> tuple[Conditioning, Conditioning | None]:

@@ -83,6 +83,8 @@ class RolloutChunk:
     samples: Samples | None
     prompts: Sequence[Prompt]  # of each sample
     latents: Tensor | None = None  # the final latents, [b, ...]; None for text
+    # Evaluations of blocks that `rollout.cache` has saved, and all with them, each of one row.
+    blocks: tuple[int, int] = (0, 0)
 
 
 R = TypeVar("R", bound=RolloutRequest)
@@ -100,8 +102,8 @@ class RolloutEngine(ABC, Generic[R]):
     """Samples with its own copy of the weights.
 
     An engine is constructed with the keywords `model`, `network`, `dtype` and `chunk_size` and with
-    the options of `rollout.engine_kwargs`; also with `quantization`, `compile` and `merge_lora` if
-    the user sets them.
+    the options of `rollout.engine_kwargs`; also with `quantization`, `compile`, `merge_lora` and
+    `cached_blocks` if the user sets them.
 
     Attributes:
       kind: the `model.kind` that it samples from.
@@ -109,6 +111,7 @@ class RolloutEngine(ABC, Generic[R]):
         it needs.
       compiles: True if it offers `rollout.compile`.
       merges_lora: True if it offers `rollout.merge_lora`.
+      caches_blocks: True if it offers `rollout.cache`.
       records_means: True if it records the means of the steps when a request asks for them.
       finishes_alone: True if a request whose windows are empty gets samples of the ODE, which the
         batch holds: `all_latents` is [B, 1, ...].
@@ -128,6 +131,7 @@ class RolloutEngine(ABC, Generic[R]):
     quantizations: ClassVar[Mapping[str, str]] = {}
     compiles: ClassVar[bool] = False
     merges_lora: ClassVar[bool] = False
+    caches_blocks: ClassVar[bool] = False
     records_means: ClassVar[bool] = False
     finishes_alone: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True

@@ -20,6 +20,7 @@ def image_chunk(
     *,
     spec: SamplerSpec,
     version: int,
+    blocks: tuple[int, int] = (0, 0),
 ) -> RolloutChunk:
     """Makes a chunk of sampled `rows`; conditionings are those of all prompts of the request."""
     device = model.device
@@ -45,4 +46,5 @@ def image_chunk(
         samples=model.decode(trajectory.final, spec) if request.decode else None,
         prompts=[request.prompt_of(row) for row in rows],
         latents=trajectory.final,
+        blocks=blocks,
     )

@@ -126,6 +126,7 @@ class WorkersEngine(RolloutEngine[Any]):
                 samples=samples.copy() if isinstance(samples, np.ndarray) else samples,
                 prompts=[request.prompt_of(row) for row in rows],
                 latents=latents,
+                blocks=sampled.blocks,
             )
 
     def _received(

@@ -40,6 +40,7 @@ class SampledChunk:
     header: Mapping[str, Any]
     tensors: bytes
     samples: Samples | None
+    blocks: tuple[int, int] = (0, 0)  # as in `RolloutChunk`
 
 
 def package_versions() -> dict[str, str]:
@@ -111,7 +112,9 @@ class Worker:
             # A batch without a window holds the same memory.
             tensors[LATENTS] = chunk.latents.clone()
         content = to_bytes(tensors)
-        sampled = SampledChunk(header=packed.header, tensors=content, samples=chunk.samples)
+        sampled = SampledChunk(
+            header=packed.header, tensors=content, samples=chunk.samples, blocks=chunk.blocks
+        )
         size = len(content)
         if isinstance(chunk.samples, np.ndarray):
             size += chunk.samples.nbytes

@@ -76,6 +76,7 @@ class EngineSource(RolloutSource):
         batches = []
         handles = []
         shown = []
+        blocks = []
         for chunk in chunks:
             check_settings(request.spec, chunk.batch.spec)
             self.task.check_rollout(chunk.batch)
@@ -83,13 +84,13 @@ class EngineSource(RolloutSource):
             groups = Groups(chunk.batch.group.tolist(), self.config.n)
             handles.append(self.rewards.submit(chunk.samples, chunk.prompts, chunk.latents, groups))
             shown.append(Shown.of(chunk.samples, chunk.prompts))
+            blocks.append(chunk.blocks)
         rewards = partial(collect_rewards, self.rewards, handles, self.processes, grouped=True)
-        collected = Collected(
-            concat(batches),
-            rewards,
-            shown=Shown.join(shown),
-            metrics=self.engine.take_metrics(),
-        )
+        metrics = self.engine.take_metrics()
+        if self.config.cache.every > 1:
+            saved, evaluations = torch.tensor(blocks, dtype=torch.float64).sum(0)
+            metrics.ratio("rollout/saved_blocks_fraction", saved, evaluations)
+        collected = Collected(concat(batches), rewards, shown=Shown.join(shown), metrics=metrics)
         self.engine.check_quantization(request.spec)
         if self._pushed is not None and self._pushed[1] in collected.versions():
             self.engine.check_weights(*self._pushed)

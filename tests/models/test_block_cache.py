@@ -1,0 +1,211 @@
+"""Rollouts that skip the middle blocks, on each family, beside a plain version of the same."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.subjects import Subject, make_subject
+from torch import nn
+
+from flowgrpo_rc.batch import Prompt, PromptBatch
+from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
+from flowgrpo_rc.models.block_cache import LISTS, BlockCache, saved_share
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.models.networks import transformers
+from flowgrpo_rc.policies import flow
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+
+COMPUTED = (2, 1)
+
+
+@pytest.fixture(params=sorted(adapters_by_pipeline()))
+def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
+    return make_subject(request.param, saved)
+
+
+def deepened(subject: Subject) -> FlowModel:
+    """Loads a model, gives it three more blocks in each list, and a LoRA with an effect."""
+    model = subject.load()
+    torch.manual_seed(0)
+    for part in transformers(model.network).values():
+        for blocks in block_lists(part):
+            for _ in range(3):
+                blocks.insert(0, moved(blocks[0]))
+    add_lora(model, subject.config(), 0)
+    with torch.no_grad():
+        for parameter in lora_parameters(model.network).values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def moved(block: nn.Module) -> nn.Module:
+    other = copy.deepcopy(block)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return other
+
+
+def block_lists(transformer: Any) -> list[nn.ModuleList]:
+    return [getattr(transformer, name) for name in LISTS if hasattr(transformer, name)]
+
+
+def request_for(subject: Subject, guidance: str, **changes: Any) -> ImageRequest:
+    spec = subject.tiny.spec("sde", getattr(subject.tiny, guidance), **changes)
+    prompts = [
+        Prompt(text=text, index=i, negative_text="a blur", images=subject.tiny.images(i))
+        for i, text in enumerate(['"AB7X"', '"HI"'])
+    ]
+    return ImageRequest(
+        prompts=PromptBatch(step=1, prompts=prompts, slots=[0, 1]),
+        samples_per_prompt=2,
+        spec=spec,
+        window=torch.tensor([[1, 2]]).expand(4, 2),
+        seeds=[1, 2, 3, 4],
+    )
+
+
+def plainly_cached(
+    model: FlowModel, request: ImageRequest, monkeypatch: pytest.MonkeyPatch
+) -> RolloutChunk:
+    """Samples as the cache should, with a residual of each block and call; one row a sample."""
+    step, branch = -1, {}
+    kept: dict[tuple[nn.Module, int], list[torch.Tensor]] = {}
+    velocity = model.velocity
+
+    def counting(*args: Any) -> torch.Tensor:
+        nonlocal step
+        step += 1
+        branch.clear()
+        return velocity(*args)
+
+    def residual(block: nn.Module, given: list[torch.Tensor], run: Callable[[], Any]) -> Any:
+        branch[block] = branch.get(block, 0) + 1
+        key = block, branch[block]
+        if step not in request.spec.cached_steps or key not in kept:
+            made = run()
+            states = [made] if torch.is_tensor(made) else [made[1], made[0]]
+            kept[key] = [new - old for new, old in zip(states, given, strict=False)]
+        states = [old + part for old, part in zip(given, kept[key], strict=False)]
+        return states[0] if len(states) == 1 else (states[1], states[0])
+
+    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4)
+    for part in transformers(engine.transformer).values():
+        blocks = [block for blocks in block_lists(part) for block in blocks]
+        for block in blocks[COMPUTED[0] : -COMPUTED[1]]:
+            own = block.forward
+
+            def forward(*args: Any, _block: Any = block, _own: Any = own, **kwargs: Any) -> Any:
+                image = args[0] if args else kwargs["hidden_states"]
+                text = kwargs.get("encoder_hidden_states")
+                given = [image] if text is None else [image, text]
+                return residual(_block, given, lambda: _own(*args, **kwargs))
+
+            monkeypatch.setattr(block, "forward", forward)
+    monkeypatch.setattr(model, "velocity", counting)
+    asked = dataclasses.replace(request.spec, cached_blocks=())
+    (chunk,) = engine.generate(dataclasses.replace(request, spec=asked))
+    return chunk
+
+
+@pytest.mark.parametrize("guidance", ["unguided", "guided"])
+def test_a_cached_rollout_is_that_of_a_plain_version(subject, guidance, monkeypatch):
+    model = deepened(subject)
+    request = request_for(subject, guidance, cached_steps=(1, 3), cached_blocks=COMPUTED)
+    engine = DiffusersEngine(
+        model, model.network, dtype="fp32", chunk_size=4, cached_blocks=COMPUTED
+    )
+    (found,) = engine.generate(request)
+    (again,) = engine.generate(request)
+    assert torch.equal(found.latents, again.latents)
+    assert found.batch.spec == request.spec
+    plain = plainly_cached(model, request, monkeypatch)
+    torch.testing.assert_close(found.latents, plain.latents, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found.batch.rollout_log_probs, plain.batch.rollout_log_probs, rtol=0, atol=1e-5
+    )
+    exact = request_for(subject, guidance)
+    (full,) = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4).generate(exact)
+    assert (full.latents - found.latents).abs().max() > 1e-3
+    (uncached,) = engine.generate(
+        dataclasses.replace(exact, spec=dataclasses.replace(exact.spec, cached_blocks=COMPUTED))
+    )
+    assert torch.equal(uncached.latents, full.latents)
+    assert uncached.blocks[0] == full.blocks[0] == 0
+
+
+def test_evaluations_are_counted_exactly(subject: Subject) -> None:
+    model = deepened(subject)
+    runs = 0
+
+    def ran(*_: Any) -> None:
+        nonlocal runs
+        runs += 4  # rows
+
+    request = request_for(subject, "unguided", cached_steps=(1, 3), cached_blocks=COMPUTED)
+    engine = DiffusersEngine(
+        model, model.network, dtype="fp32", chunk_size=4, cached_blocks=COMPUTED
+    )
+    for part in transformers(engine.transformer).values():
+        for blocks in block_lists(part):
+            for block in blocks:
+                getattr(block, "block", block).register_forward_hook(ran)
+    (chunk,) = engine.generate(request)
+    saved, evaluations = chunk.blocks
+    assert runs == evaluations - saved
+    if len(model.networks) == 1:
+        assert saved / evaluations == saved_share(model.network, COMPUTED, 2, 4)
+
+
+@pytest.mark.parametrize("guidance", ["unguided", "guided"])
+def test_samples_that_share_a_prefix_take_its_residual_along(saved, guidance, monkeypatch):
+    """Both samples of a prompt are one row up to the window, whose first step is not cached."""
+    subject = make_subject("StableDiffusion3Pipeline", saved)
+    model = deepened(subject)
+    steps = {"cached_steps": (2, 3), "cached_blocks": COMPUTED}
+    request = request_for(subject, guidance, shared_prefix=True, **steps)
+    engine = DiffusersEngine(
+        model, model.network, dtype="fp32", chunk_size=4, cached_blocks=COMPUTED
+    )
+    (found,) = engine.generate(request)
+    rows = 2 + 2 + 4 + 4  # two prompts, and from the second step of the window on four samples
+    passes = 2 if guidance == "guided" else 1
+    assert found.blocks == (2 * passes * 2 * 4, 5 * passes * rows)
+    every = torch.arange(4)
+    monkeypatch.setattr(flow, "distinct_rows", lambda *_: (every, every))
+    plain = plainly_cached(model, request, monkeypatch)
+    torch.testing.assert_close(found.latents, plain.latents, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_skipped_is_refused(saved) -> None:
+    model = make_subject("StableDiffusion3Pipeline", saved).load()  # of two blocks
+    with pytest.raises(ValueError, match=r"rollout\.cache\.blocks=\[1, 1\] leaves nothing"):
+        BlockCache(model.transformer, (1, 1))
+    with pytest.raises(ValueError, match="a Linear keeps its blocks in none of"):
+        BlockCache(nn.Linear(2, 2), (1, 1))
+    model.transformer.transformer_blocks.insert(0, moved(model.transformer.transformer_blocks[0]))
+    model.transformer.transformer_blocks.insert(0, moved(model.transformer.transformer_blocks[0]))
+    cache = BlockCache(model.transformer, (1, 1))
+    cache.start(())
+    cache.next_step()
+    blocks = model.transformer.transformer_blocks
+    blocks[1].register_forward_hook(lambda *args: tuple(part + 1 for part in args[-1]))
+    spec = make_subject("StableDiffusion3Pipeline", saved).tiny.spec("sde", {"guidance_scale": 1.0})
+    conditioning = model.blank_conditioning(1, spec)
+    with pytest.raises(ValueError, match="changes the states between two of its blocks"):
+        FlowPolicy(model, model.network).rollout(
+            torch.zeros(1, *model.latent_shape(spec)),
+            conditioning,
+            None,
+            spec,
+            torch.zeros(1, 0, dtype=torch.int64),
+            lambda _: torch.zeros(1),
+        )
