@@ -192,6 +192,7 @@ _CALIBRATE = {
     "--prompts": _option("prompts to sample (%(default)s)", type=int, default=4, metavar="N"),
     "--mode": _option("auto (the rule decides), bypass or decoupled", default="auto"),
     "--tail": _flag("also try shorter rollouts, and choose the shortest whose advantages agree"),
+    "--cache": _flag("also try rollout.cache, and choose what saves most and still agrees"),
     "--overwrite": _flag("replace the result that is in the folder"),
 }
 _EVALUATE = {

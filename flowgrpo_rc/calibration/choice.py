@@ -108,6 +108,15 @@ def tolerates_mismatch(config: Config) -> bool:
     return centered or config.actor.diffusion_loss.loss().tolerates_mismatch
 
 
+def carries(config: Config, bound: Bound | None) -> bool:
+    """Returns whether bypass mode makes room for a mismatch, as `choose` would."""
+    if bound is None:
+        return True
+    needed = round_up(MARGIN * bound.within, 2)
+    fits = needed <= max(bound.reference, bound.widest)
+    return needed < 1 and (fits or tolerates_mismatch(config))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """Holds what a calibration sets."""
@@ -165,13 +174,11 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
     """
     if bound is None:
         return _without_bound(config, mode, doubt)
-    tolerant = tolerates_mismatch(config)
     needed = round_up(MARGIN * bound.within, 2)
     fits = needed <= max(bound.reference, bound.widest)
     possible = needed < 1
-    bypass = possible and (
-        mode == "bypass" or (mode == "auto" and doubt is None and (fits or tolerant))
-    )
+    carried = mode == "auto" and doubt is None and carries(config, bound)
+    bypass = possible and (mode == "bypass" or carried)
     value = max(bound.reference, needed) if bypass else bound.reference
     wide = f"wider than the {bound.widest:.1e} that is sure to hold an update back"
     if bypass:

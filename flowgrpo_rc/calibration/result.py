@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flowgrpo_rc.calibration.caches import CacheTrial
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Bound, Settings
 from flowgrpo_rc.calibration.measure import Mismatch
@@ -35,6 +36,7 @@ class Calibration:
     diagnosis: Diagnosis
     settings: Settings
     tails: Sequence[TailTrial] = ()  # empty unless they were tried
+    caches: Sequence[CacheTrial] = ()  # likewise
 
     def json(self) -> dict[str, Any]:
         """Returns the content of calibration.json."""
@@ -69,6 +71,9 @@ class Calibration:
             },
             "tails": [
                 trial._asdict() | {"agreement": as_json(trial.agreement)} for trial in self.tails
+            ],
+            "caches": [
+                trial._asdict() | {"agreement": as_json(trial.agreement)} for trial in self.caches
             ],
             "settings": self.settings.values,
             "reason": self.settings.reason,
@@ -165,6 +170,8 @@ def show(found: Calibration, folder: Folder) -> None:
     console.print(trial_table(found.diagnosis))
     if found.tails:
         console.print(tail_table(found.tails))
+    if found.caches:
+        console.print(cache_table(found.caches))
     lines = [
         *found.settings.notes,
         f"{folder.json}, {folder.picture}, {folder.yaml}",
@@ -214,6 +221,19 @@ def tail_table(tails: Sequence[TailTrial]) -> Table:
     for trial in tails:
         numbers = (str(trial.evaluations), str(trial.tail_steps))
         table.add_row(*numbers, trial.tail, f"{trial.agreement:.3f}")
+    return table
+
+
+def cache_table(caches: Sequence[CacheTrial]) -> Table:
+    """Makes a table of block caches, of what they save, and of what their samples are worth."""
+    names = ("blocks saved", "every", "window", "correlation of advantages", "mismatch", "carried")
+    table = _table("samples that use blocks again, from the same noise", *names)
+    for trial in caches:
+        words = ["yes" if value else "no" for value in (trial.window, trial.carried)]
+        saved, agreement = f"{trial.saved:.0%}", f"{trial.agreement:.3f}"
+        table.add_row(
+            saved, str(trial.every), words[0], agreement, number(trial.mismatch), words[1]
+        )
     return table
 
 

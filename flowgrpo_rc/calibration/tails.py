@@ -7,14 +7,15 @@ schedule's own tail, from the same noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import PromptBatch
+from flowgrpo_rc.batch import DiffusionBatch, PromptBatch
 from flowgrpo_rc.calibration.choice import Settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag
@@ -60,6 +61,33 @@ def try_tails(
     with the fewest evaluations first.
     """
     steps, start = config.rollout.pipeline.num_inference_steps, config.rollout.window()[2]
+    with scored(config, task, engine, prompts) as sampled:
+        own, _ = sampled(tail="euler", tail_start=start, tail_steps=None)
+        return [
+            TailTrial(
+                tail=tail,
+                tail_steps=count,
+                evaluations=start + count,
+                agreement=correlation(
+                    own, sampled(tail=tail, tail_start=start, tail_steps=count)[0]
+                ),
+            )
+            for count in range(1, steps - start + 1)
+            for tail in TAILS
+            if (tail, count) != ("euler", steps - start)
+        ]
+
+
+@contextmanager
+def scored(
+    config: Config,
+    task: ImageTask,
+    engine: RolloutEngine[ImageRequest],
+    prompts: PromptBatch,
+) -> Iterator[Callable[..., tuple[Tensor, DiffusionBatch]]]:
+    """Gives a function that samples the prompts from the same noise with changes of the spec. It
+    returns the advantages as training would compute them, [B], and the batch.
+    """
     seeds = [
         derive_seed(config.trainer.seed, "tails", slot, sample)
         for slot in prompts.slots
@@ -69,29 +97,18 @@ def try_tails(
     manager = RewardManager(config.reward)
     estimator = AdvantageEstimator(config.algorithm, manager.weights, None, identity)
 
-    def advantages(tail: str, tail_steps: int | None) -> Tensor:
-        """Samples and scores; returns the advantages as training would compute them, [B]."""
-        spec = replace(request.spec, tail=tail, tail_start=start, tail_steps=tail_steps)
+    def sampled(**changes: Any) -> tuple[Tensor, DiffusionBatch]:
         batches, handles = [], []
-        for chunk in engine.generate(replace(request, spec=spec)):
+        for chunk in engine.generate(replace(request, spec=replace(request.spec, **changes))):
             batches.append(chunk.batch)
             groups = Groups(chunk.batch.group.tolist(), config.rollout.n)
             handles.append(manager.submit(chunk.samples, chunk.prompts, chunk.latents, groups))
-        return estimator.of(concat(batches), manager.collect(handles), MetricBag())
+        batch = concat(batches)
+        assert isinstance(batch, DiffusionBatch)
+        return estimator.of(batch, manager.collect(handles), MetricBag()), batch
 
     try:
-        own = advantages("euler", None)
-        return [
-            TailTrial(
-                tail=tail,
-                tail_steps=count,
-                evaluations=start + count,
-                agreement=correlation(own, advantages(tail, count)),
-            )
-            for count in range(1, steps - start + 1)
-            for tail in TAILS
-            if (tail, count) != ("euler", steps - start)
-        ]
+        yield sampled
     finally:
         manager.close()
 

@@ -11,6 +11,13 @@ from typing import Any, NamedTuple
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.build import make_engine, make_processes, make_task
+from flowgrpo_rc.calibration.caches import (
+    CacheTrial,
+    check_cache,
+    settings_to_try,
+    try_caches,
+    with_cache,
+)
 from flowgrpo_rc.calibration.causes import Diagnosis, diagnose
 from flowgrpo_rc.calibration.choice import Bound, bound_of, check_modes, choose
 from flowgrpo_rc.calibration.faults import PLANTED, Lora, Replay
@@ -56,13 +63,19 @@ def main(arguments: argparse.Namespace) -> int:
     prompts = _checked_prompts(config, arguments.prompts, arguments.mode)
     if arguments.tail:
         check_tail(config)
-    found = measure(config, prompts, mode=arguments.mode, tail=arguments.tail)
+    if arguments.cache:
+        check_cache(config)
+    found = measure(
+        config, prompts, mode=arguments.mode, tail=arguments.tail, cache=arguments.cache
+    )
     folder.write(found)
     show(found, folder)
     return EXIT_OK
 
 
-def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool) -> Calibration:
+def measure(
+    config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool, cache: bool
+) -> Calibration:
     """Measures a calibration of checked settings in one process."""
     config = settled(config)
     config.trainer.logger = ["console"]
@@ -73,14 +86,17 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool)
         )
     task = make_task(config, processes)
     assert isinstance(task, ImageTask)
-    engine = make_engine(config, task.model)
+    # An engine skips blocks if it is built for it, and only at the steps that a request names.
+    engine = make_engine(_cached(config) if cache else config, task.model)
     tails: list[TailTrial] = []
+    caches: list[CacheTrial] = []
     try:
-        if tail:
+        if tail or cache:
             fresh = {n: p.detach() for n, p in lora_parameters(task.model.network).items()}
             engine.sync_weights(fresh, 0)
             batch = PromptBatch(step=0, prompts=prompts, slots=range(len(prompts)))
-            tails = try_tails(config, task, engine, batch)
+            tails = try_tails(config, task, engine, batch) if tail else []
+            caches = try_caches(config, task, engine, batch) if cache else []
         lora = Lora(*plant_movements(task.model.network, config.trainer.seed))
         rollouts = sample_all(config, task.model, engine, lora, prompts)
     finally:
@@ -89,6 +105,8 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool)
     settings = choose(config, bound, mode=mode, doubt=diagnosis.doubt)
     if tails:
         settings = with_tail(settings, tails)
+    if caches:
+        settings = with_cache(settings, caches)
     clipped: dict[float, float] = {}
     if bound is not None:
         chosen = settings.values[f"{DIFFUSION_KEY}.{bound.key}"]
@@ -115,7 +133,13 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool)
         diagnosis=diagnosis,
         settings=settings,
         tails=tails,
+        caches=caches,
     )
+
+
+def _cached(config: Config) -> Config:
+    """Returns the settings with the cache that skips most."""
+    return replace(config, rollout=settings_to_try(config.rollout)[0])
 
 
 class Rollouts(NamedTuple):

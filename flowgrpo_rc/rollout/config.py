@@ -250,7 +250,7 @@ class RolloutConfig:
             tail_steps=self.algo.tail_steps,
             shared_prefix=self.algo.shared_prefix,
             cached_steps=self.cached_steps(step),
-            cached_blocks=tuple(self.cache.blocks) if self.cache.every > 1 else (),
+            cached_blocks=tuple(self.cache.blocks) if self.cached_steps(step) else (),
         )
 
     def held_out_spec(self) -> SamplerSpec:
