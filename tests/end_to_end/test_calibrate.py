@@ -473,9 +473,25 @@ def test_the_shortest_tail_whose_advantages_agree_is_written(
     assert all(note in shown for note in written["notes"])
 
 
+def test_the_cache_that_saves_most_and_agrees_is_written(
+    calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    settings = (f"model.path={assets.path('tiny_glyph_sd3')}", "rollout.n=4")
+    window = ["rollout.algo.sde_window_size=1", "rollout.algo.sde_window_range=[0,1]"]
+    assert calibrate("--cache", *settings, *window) == 0
+    written = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    # Half of the four blocks, on so many of the four steps.
+    tried = [(one["every"], one["window"], one["saved"]) for one in written["caches"]]
+    assert tried == [(4, False, 3 / 8), (3, False, 1 / 4), (2, False, 1 / 4)]
+    good = [one["every"] for one in written["caches"] if (one["agreement"] or 0) >= 0.95]
+    assert written["settings"].get("rollout.cache.every") in (good or [None])
+    assert "samples that use blocks again" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (["--cache"], "rollout.cache.blocks=[1, 1] leaves nothing to reuse"),
         (["--tail", "rollout.algo.sde_window_range=[1,4]"], "--tail: no step lies behind"),
         (["--mode", "both"], "--mode both: allowed are auto, bypass, decoupled"),
         (["--prompts", "0"], "--prompts 0: give at least 1"),

@@ -506,7 +506,13 @@ run.rewards.close()
 
 @pytest.mark.kernels
 def test_one_process_and_two_draw_the_same_images(overrides: list[str], tmp_path: Path) -> None:
-    further = ["trainer.total_training_steps=3", "rollout.pipeline.guidance_scale=2.0"]
+    further = [
+        "trainer.total_training_steps=3",
+        "rollout.pipeline.guidance_scale=2.0",
+        f"model.path={assets.path('tiny_glyph_sd3')}",
+        "rollout.cache.every=2",
+        "rollout.cache.window=true",
+    ]
     program = tmp_path / "draw.py"
     program.write_text(PROGRAM)
     gathered = []

@@ -33,6 +33,7 @@ from flowgrpo_rc.training import config as training_config
 
 RC = "algorithm.rollout_correction"
 NO_MEANS = "rollout.name=support.faulty_engines.NoMeans"
+CACHE = "rollout.cache.every=2 rollout.cache.window=true"
 GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
 TEXT = ("--config-name=token_grpo", "trainer.device=cpu", "trainer.output_dir=run")
 MODELS = {
@@ -137,6 +138,14 @@ IMAGES = [
     ("rollout.quantization=int8 data.replay_dir=x", "rollout.quantization=int8"),
     ("rollout.compile=true data.replay_dir=x", "rollout.compile=True"),
     ("actor.replay=aligned data.replay_dir=x", "data.replay_dir"),
+    # Blocks that are used again.
+    ("rollout.cache.every=0", "rollout.cache.every=0"),
+    ("rollout.cache.every=2 rollout.cache.blocks=[1]", "rollout.cache.blocks=[1]: give two"),
+    ("rollout.cache.window=true", "window=True have no effect with every=1"),
+    ("rollout.cache.every=3", "rollout.cache.every=3 has no effect: no step to skip"),
+    (f"{CACHE} actor.replay=aligned", "actor.replay=aligned: with rollout.cache.window=true"),
+    (f"{CACHE} rollout.name=vllm_omni", "rollout.cache.every=2 has no effect with rollout.name"),
+    (CACHE, "leaves nothing to reuse: a SD3Transformer2DModel has 2 blocks"),
     # The rollout correction.
     (f"{RC}.rollout_is=always", "rollout_is='always'"),
     (f"{RC}.bypass_mode=true actor.old_log_probs=recompute", "actor.old_log_probs=recompute"),

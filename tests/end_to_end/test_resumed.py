@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.runs import NFT, Train, Trained, final_state, read_rows, stopped_and_whole
 
+from flowgrpo_rc import assets
 from flowgrpo_rc.cli import main
 
 RC = "algorithm.rollout_correction"
@@ -26,6 +27,12 @@ BYPASS = (
     f"{RC}.rollout_rs_threshold=auto:4",
 )
 CASES = {
+    "cached": (
+        *BYPASS,
+        f"model.path={assets.path('tiny_glyph_sd3')}",
+        "rollout.cache.every=2",
+        "rollout.cache.window=true",
+    ),
     "bypass_some": (*BYPASS, "rollout.algo.sde_type=sde", "rollout.n=6", "actor.train_n=2"),
     "bypass_sliding": (
         *BYPASS,

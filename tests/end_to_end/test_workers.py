@@ -41,13 +41,15 @@ def small(overrides: list[str]) -> list[str]:
 def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path) -> None:
     """Two workers take the first step, none the others.
 
-    The runs have versions of the LoRA, a state that samples share, means, and chunks of unequal
-    size.
+    The runs have versions of the LoRA, blocks that are used again, a state that samples share,
+    means, and chunks of unequal size.
     """
     settings = [
         *small,
         "rollout.staleness=2",
         "rollout.quantization=int4",
+        "rollout.cache.every=2",
+        "rollout.cache.window=true",
         "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.rollout_correction.centered=true",
         "rollout.algo.sde_window_range=[0,2]",
