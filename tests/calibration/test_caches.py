@@ -38,9 +38,5 @@ def test_no_two_settings_skip_the_same_steps() -> None:
     algo = AlgoConfig(sde_window_size=2, sde_window_range=[1, 4], tail_steps=1)
     tried = settings_to_try(RolloutConfig(algo=algo))  # five evaluations
     found = [(one.cache.every, one.cache.window, one.cached_steps()) for one in tried]
-    assert found == [
-        (4, True, (1, 2, 3)),
-        (3, True, (1, 2, 4)),
-        (2, True, (1, 3)),
-        (3, False, (4,)),
-    ]
+    most = [(3, True, (1, 2, 4)), (4, True, (1, 2, 3))]
+    assert found == [*most, (2, True, (1, 3)), (3, False, (4,))]
