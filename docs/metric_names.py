@@ -147,6 +147,8 @@ _ROLLOUT = _section(
     "What was sampled. `rollout/staleness_*` and `policy_version_*` are there with "
     "`rollout.staleness`, `workers/*` with `rollout.workers`.",
     """
+    rollout/saved_blocks_fraction | fraction | With `rollout.cache`: evaluations of a block that
+        were saved, of all that a rollout without it takes; one for each row of a forward.
     rollout/latents_16bit_fraction | fraction | Latents that 16 bits hold exactly; near 1, an engine
         rounds them.
     rollout/noise_variance | - | Mean square of the noise of the stochastic steps; 1 for standard

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.caches import (
-    CacheTrial,
     check_cache,
     settings_to_try,
     try_caches,
@@ -36,7 +35,7 @@ from flowgrpo_rc.calibration.measure import (
 from flowgrpo_rc.calibration.noise import check_noise
 from flowgrpo_rc.calibration.record import check_engine, check_means, check_prompts, check_record
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
-from flowgrpo_rc.calibration.tails import TailTrial, check_tail, try_tails, with_tail
+from flowgrpo_rc.calibration.tails import check_tail, try_tails, with_tail
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.checks import check_run
@@ -88,15 +87,12 @@ def measure(
     assert isinstance(task, ImageTask)
     # An engine skips blocks if it is built for it, and only at the steps that a request names.
     engine = make_engine(_cached(config) if cache else config, task.model)
-    tails: list[TailTrial] = []
-    caches: list[CacheTrial] = []
+    batch = PromptBatch(step=0, prompts=prompts, slots=range(len(prompts)))
     try:
-        if tail or cache:
-            fresh = {n: p.detach() for n, p in lora_parameters(task.model.network).items()}
-            engine.sync_weights(fresh, 0)
-            batch = PromptBatch(step=0, prompts=prompts, slots=range(len(prompts)))
-            tails = try_tails(config, task, engine, batch) if tail else []
-            caches = try_caches(config, task, engine, batch) if cache else []
+        fresh = {n: p.detach() for n, p in lora_parameters(task.model.network).items()}
+        engine.sync_weights(fresh, 0)
+        tails = try_tails(config, task, engine, batch) if tail else []
+        caches = try_caches(config, task, engine, batch) if cache else []
         lora = Lora(*plant_movements(task.model.network, config.trainer.seed))
         rollouts = sample_all(config, task.model, engine, lora, prompts)
     finally:

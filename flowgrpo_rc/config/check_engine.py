@@ -56,7 +56,6 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     own = config.model.quantization and f"model.quantization={config.model.quantization}"
     quantized = own or f"rollout.quantization={rollout.quantization}"
     aligned = config.actor.replay == "aligned"
-    caches = rollout.cache.every > 1 and f"rollout.cache.every={rollout.cache.every}"
     refuse(
         (engine.kind != kind, f"{name} samples from model.kind={engine.kind}, not {kind}"),
         (
@@ -65,12 +64,6 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         ),
         (rollout.compile and not engine.compiles, f"rollout.compile=true {useless}"),
         (rollout.merge_lora and not engine.merges_lora, f"rollout.merge_lora=true {useless}"),
-        (caches and not engine.caches_blocks, f"{caches} {useless}"),
-        (
-            aligned and caches and rollout.cache.window,
-            "actor.replay=aligned: with rollout.cache.window=true the rollout skips blocks that "
-            "the update evaluates; drop one of them",
-        ),
         (
             rollout.quantization and own,
             f"rollout.quantization={rollout.quantization}: {name} samples with the trainer's "
@@ -112,7 +105,27 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             "or drop it",
         ),
     )
+    _check_cache(config, engine)
     return engine
+
+
+def _check_cache(config: Config, engine: type[RolloutEngine[Any]]) -> None:
+    """Refuses `rollout.cache` where the engine or an aligned replay cannot have it."""
+    cache = config.rollout.cache
+    if cache.every == 1:
+        return
+    refuse(
+        (
+            not engine.caches_blocks,
+            f"rollout.cache.every={cache.every} has no effect with rollout.name="
+            f"{config.rollout.name}: drop it",
+        ),
+        (
+            config.actor.replay == "aligned" and cache.window,
+            "actor.replay=aligned: with rollout.cache.window=true the rollout skips blocks that "
+            "the update evaluates; drop one of them",
+        ),
+    )
 
 
 def engine_options(config: Config) -> dict[str, Any]:
