@@ -105,7 +105,6 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             "or drop it",
         ),
     )
-    _check_cache(config, engine)
     return engine
 
 
@@ -143,6 +142,7 @@ def engine_options(config: Config) -> dict[str, Any]:
 def check_engine(config: Config) -> None:
     """Raises ValueError if there is no such engine, or if it does not know one of its options."""
     engine = engine_of(config)
+    _check_cache(config, engine)
     if config.data.replay_dir is None:
         built_with = engine_options(config) | {"model": None, "network": None}
         check_options(engine, built_with, ENGINE_KWARGS)
