@@ -66,16 +66,23 @@ class Conditioning:
     # which of them exist, [P]; None and empty without images.
     images: Tensor | None = None
     image_sizes: tuple[ImageSizes, ...] = ()
+    # What forwards of some models would wait for the device to tell: the number of tokens of each
+    # prompt, and the timestep of each row. Empty: nobody has asked.
+    lengths: tuple[int, ...] = ()
+    timesteps: tuple[float, ...] = ()
 
     def __getitem__(self, rows: Tensor) -> Conditioning:
-        sizes = self.image_sizes
-        return Conditioning(
-            embeds=self.embeds[rows],
-            pooled=None if self.pooled is None else self.pooled[rows],
-            mask=None if self.mask is None else self.mask[rows],
-            images=None if self.images is None else self.images[rows],
-            image_sizes=tuple(sizes[row] for row in rows.tolist()) if sizes else (),
-        )
+        return self.take(rows, rows.tolist() if self.image_sizes or self.lengths else ())
+
+    def take(self, rows: Tensor, listed: Sequence[int]) -> Conditioning:
+        """Returns some rows without a wait; `listed` on the host, for what only the host knows."""
+        taken: dict[str, Any] = {}
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self)):
+            if isinstance(value, tuple):
+                taken[name] = tuple(value[row] for row in listed) if value else ()
+            elif value is not None:
+                taken[name] = value[rows]
+        return Conditioning(**taken)
 
     def __len__(self) -> int:
         return len(self.embeds)
@@ -101,6 +108,12 @@ class Conditioning:
             images=torch.cat([_lengthened(part, most) for part in images]) if images else None,
             image_sizes=tuple(sizes for part in parts for sizes in part.image_sizes),
         )
+
+    def counted(self) -> Conditioning:
+        """Returns it with `lengths`, for which the host waits, if padding is masked."""
+        if self.mask is None or self.lengths:
+            return self
+        return replace(self, lengths=tuple(self.mask.sum(1).tolist()))
 
     def tokens(self) -> Tensor:
         """Returns the mask of the tokens, bool, [P, L], also where None stands for all True."""
@@ -288,6 +301,22 @@ class DiffusionBatch(Batch):
     # rollout's, whose is 0, or if the loss is not centered.
     old_centered: Tensor | None = None
     loss_bound: Tensor | None = None  # [B, T]; where it follows the mismatch (`clip_ratio=auto:k`)
+    # prompt_index and all_timesteps once more, float64 on the host, [B, T, 2]; of parts of a batch
+    # (`split`), in which both stay as they are.
+    on_host: Tensor | None = None
+
+    def split(self, size: int) -> list[Self]:
+        """Cuts as `Batch.split` does; forwards of the parts need not wait for the device."""
+        if self.on_host is not None:
+            return Batch.split(self, size)
+        prompts = self.prompt_index.unsqueeze(1).expand_as(self.all_timesteps)
+        whole = replace(
+            self,
+            on_host=torch.stack([prompts.double(), self.all_timesteps.double()], dim=2).cpu(),
+            conditioning=self.conditioning.counted(),
+            negative=None if self.negative is None else self.negative.counted(),
+        )
+        return Batch.split(whole, size)
 
     @property
     def step_mask(self) -> Tensor:

@@ -106,27 +106,22 @@ class Flux2Klein(EditingModel):
     def _predict(
         self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        sizes = text.image_sizes[0] if text.image_sizes else ()
-        positions = torch.cat(
-            [
-                _positions(place * _BETWEEN_IMAGES, *size)
-                for place, size in enumerate((self._patches(spec), *sizes))
-            ]
-        ).to(x.device)
+        sizes = (self._patches(spec), *(text.image_sizes[0] if text.image_sizes else ()))
+        positions = [
+            _positions(i * _BETWEEN_IMAGES, *size, 1, x.device) for i, size in enumerate(sizes)
+        ]
         tokens = _packed(x)
         made = tokens.shape[1]
         if text.images is not None:
             tokens = torch.cat([tokens, text.images], dim=1)
-        length = torch.arange(text.embeds.shape[1], device=x.device)
-        none = length.new_zeros(1)
         predicted = run_transformer(
             transformer,
             tokens,
             text,
             timestep=at / 1000,
             guidance=None,
-            txt_ids=torch.cartesian_prod(none, none, none, length),
-            img_ids=positions,
+            txt_ids=_positions(0, 1, 1, text.embeds.shape[1], x.device),
+            img_ids=torch.cat(positions),
         )
         return predicted[:, :made].transpose(1, 2).unflatten(2, x.shape[2:])
 
@@ -158,8 +153,8 @@ def _packed(latents: Tensor) -> Tensor:
     return latents.flatten(2).transpose(1, 2)
 
 
-def _positions(place: int, rows: int, columns: int) -> Tensor:
-    """Returns the positions of an image's tokens on four axes, int64, [rows * columns, 4]."""
-    return torch.cartesian_prod(
-        torch.tensor([place]), torch.arange(rows), torch.arange(columns), torch.tensor([0])
-    )
+def _positions(place: int, rows: int, columns: int, length: int, device: torch.device) -> Tensor:
+    """Returns positions of tokens on four axes, int64, [rows * columns * length, 4]."""
+    # Made on the device: a copy to it would make the host wait.
+    ends = ((place, place + 1), (0, rows), (0, columns), (0, length))
+    return torch.cartesian_prod(*(torch.arange(*pair, device=device) for pair in ends))

@@ -64,12 +64,14 @@ class WanTwoStage(Wan):
         second_scale = spec.guidance_scale_2
         if second_scale is None:
             second_scale = spec.guidance_scale
-        high = timesteps >= self.boundary
         first, second = transformer.networks.values()
-        # The host has to know which transformer to run, so it waits for the device here.
+        # The host has to know which transformer to run; without its own copy it waits here.
+        known = torch.tensor(conditioning.timesteps) if conditioning.timesteps else timesteps
+        num_high = int((known >= self.boundary).sum())
+        order = (timesteps < self.boundary).int().argsort(stable=True)
         sides = (
-            (first, high.nonzero().squeeze(1), spec),
-            (second, (~high).nonzero().squeeze(1), replace(spec, guidance_scale=second_scale)),
+            (first, order[:num_high], spec),
+            (second, order[num_high:], replace(spec, guidance_scale=second_scale)),
         )
         parts = [side for side in sides if len(side[1])]
         if len(parts) == 1:
@@ -87,5 +89,4 @@ class WanTwoStage(Wan):
             )
             for part, rows, own in parts
         ]
-        order = torch.cat([rows for _, rows, _ in parts]).argsort()
-        return torch.cat(velocities)[order]
+        return torch.cat(velocities)[order.argsort()]

@@ -51,7 +51,7 @@ class ZImage(FlowModel):
         lengths = torch.tensor([len(tokens) for tokens in embeds], device=self.device)
         padded = pad_sequence(embeds, batch_first=True)
         positions = torch.arange(padded.shape[1], device=self.device)
-        return Conditioning(embeds=padded, mask=positions < lengths.unsqueeze(1))
+        return Conditioning(embeds=padded, mask=positions < lengths.unsqueeze(1)).counted()
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns evenly spaced sigmas from 1 to 1 / num_inference_steps, shifted."""
@@ -105,5 +105,5 @@ def _rows(text: Conditioning, dtype: torch.dtype) -> list[Tensor]:
     rows = list(text.embeds.to(dtype).unbind())
     if text.mask is None:
         return rows
-    lengths = text.mask.sum(1).tolist()
+    lengths = text.counted().lengths
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]

@@ -66,8 +66,9 @@ class MismatchMonitor:
 
     def expect(self, batch: Batch, step: int) -> None:
         """Measures what the precisions explain, in the steps where that is due."""
+        num_cells = len(self._cell_names(batch))
         if self._expected is not None and self._expected.due(step, batch):
-            self._expected.measure(batch, len(self._cell_names(batch)))
+            self._expected.measure(batch, num_cells)
 
     def before_update(self, batch: Batch, log_probs: Tensor) -> None:
         """Takes log-probs [b, t] of the training graph before any update of this iteration."""

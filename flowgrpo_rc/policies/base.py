@@ -183,8 +183,8 @@ class Policy(ABC, Generic[B]):
         """
         rows = []
         # In the shapes of the update's forwards: products in another shape round otherwise.
-        for start in range(0, len(batch), micro_batch_size):
-            pieces = self.pieces(batch.rows(start, start + micro_batch_size))
+        for micro in batch.split(micro_batch_size):
+            pieces = self.pieces(micro)
             found = [self.evaluate(piece).detached(keep_means=keep_means) for piece in pieces]
             rows.append(join(found, dim=1))
         return join(rows, dim=0)

@@ -41,7 +41,7 @@ class KnownPrompts:
         if key not in self._known:
             encoded = encode_prompts(self._model, prompts, self._spec)
             kept = [
-                None if rows is None else _on(_CPU, _picked(rows, _firsts(edits)))
+                None if rows is None else moved(_picked(rows, _firsts(edits)), _CPU)
                 for rows, edits in zip(encoded, columns, strict=True)
             ]
             size = sum(_num_bytes(rows) for rows in kept if rows is not None)
@@ -50,7 +50,7 @@ class KnownPrompts:
                 self._known[key] = kept
             return encoded
         conditioning, negative = (
-            None if rows is None else _picked(_on(self._model.device, rows), _places(edits))
+            None if rows is None else _picked(moved(rows, self._model.device), _places(edits))
             for rows, edits in zip(self._known[key], columns, strict=True)
         )
         assert conditioning is not None
@@ -114,7 +114,7 @@ def _firsts(edits: list[Edit]) -> list[int]:
 
 
 def _picked(conditioning: Conditioning, rows: list[int]) -> Conditioning:
-    return conditioning[torch.tensor(rows, device=conditioning.embeds.device)]
+    return conditioning.take(torch.tensor(rows, device=conditioning.embeds.device), rows)
 
 
 def _tensors(conditioning: Conditioning) -> dict[str, Tensor]:
@@ -122,9 +122,10 @@ def _tensors(conditioning: Conditioning) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _on(device: torch.device, conditioning: Conditioning) -> Conditioning:
-    moved: dict[str, Any] = {n: t.to(device) for n, t in _tensors(conditioning).items()}
-    return replace(conditioning, **moved)
+def moved(conditioning: Conditioning, device: torch.device) -> Conditioning:
+    """Returns a conditioning on a device."""
+    there: dict[str, Any] = {n: t.to(device) for n, t in _tensors(conditioning).items()}
+    return replace(conditioning, **there)
 
 
 def _num_bytes(conditioning: Conditioning) -> int:

@@ -149,13 +149,19 @@ class FlowPolicy(Policy[DiffusionBatch]):
         """
         # As the states are flattened: the steps of a sample follow each other.
         prompts = piece.prompt_index.repeat_interleave(piece.num_steps)
-        negative = None if piece.negative is None else piece.negative[prompts]
+        (piece,) = piece.split(len(piece))
+        assert piece.on_host is not None
+        places, times = piece.on_host.flatten(0, 1).unbind(1)
+        listed = places.long().tolist()
+        negative = None if piece.negative is None else piece.negative.take(prompts, listed)
         timesteps = piece.all_timesteps.flatten()
         steps = piece.step_indices.flatten()
         # Samples of a group may have a state in common only at the same step, and steps of two
         # groups never: one number for each pair of both.
         group = piece.group.repeat_interleave(piece.num_steps) * len(piece.sigmas) + steps
-        conditioning = piece.conditioning[prompts]
+        conditioning = piece.conditioning.take(prompts, listed)
+        if len(self.model.networks) > 1:
+            conditioning = replace(conditioning, timesteps=tuple(times.tolist()))
         return self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
 
     def evaluate(self, piece: DiffusionBatch) -> Evaluation:

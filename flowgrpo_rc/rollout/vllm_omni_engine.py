@@ -18,6 +18,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, FlowModel, Schedule
 from flowgrpo_rc.plugins import check_choice, install_hint
+from flowgrpo_rc.policies.encode_prompts import moved
 from flowgrpo_rc.policies.flow import Trajectory
 from flowgrpo_rc.rollout.engine import (
     EngineLost,
@@ -295,18 +296,13 @@ def _conditioning(
     """Returns the conditioning of each text. The engine encoded each distinct text once."""
     distinct = list(dict.fromkeys(texts))
     rows = torch.tensor([distinct.index(text) for text in texts])
-    found = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in encoded.items()
-        if name.startswith(prefix)
-    }
-    pooled = found.get("pooled_prompt_embeds")
-    mask = found.get("prompt_embeds_mask")
-    return Conditioning(
-        embeds=found["prompt_embeds"][rows].to(device),
-        pooled=None if pooled is None else pooled[rows].to(device),
-        mask=None if mask is None or mask.all() else mask[rows].bool().to(device),
+    mask = encoded.get(f"{prefix}prompt_embeds_mask")
+    found = Conditioning(
+        embeds=encoded[f"{prefix}prompt_embeds"],
+        pooled=encoded.get(f"{prefix}pooled_prompt_embeds"),
+        mask=None if mask is None or mask.all() else mask.bool(),
     )
+    return moved(found[rows], device)
 
 
 def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:

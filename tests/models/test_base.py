@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+from support.runs import VIDEO
 from support.tiny_models import TINY
 
 from flowgrpo_rc.models import base
 from flowgrpo_rc.models.sana import Sana
 
-VIDEO = (
-    "reward.terms.jpeg=null",
-    "+reward.terms.f={_target_: function, path: 'support.prompts:brightness'}",
-)
 NAMES = {
     "qwen": "QwenImagePipeline",
     "wan": "WanPipeline",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.runs import VIDEO
 from support.subjects import Subject, make_subject
 from support.tiny_models import TINY, one_step_unipc, wan
 
@@ -26,11 +27,6 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.replica import Replica
 
 NAME = "WanPipeline+transformer_2"
-VIDEO = (
-    "rollout.pipeline.num_frames=5",
-    "reward.terms.jpeg=null",
-    "+reward.terms.light={_target_: function, path: 'support.prompts:brightness'}",
-)
 
 
 @pytest.fixture
@@ -177,7 +173,8 @@ def changed(subject: Subject, folder: Path, **settings: object) -> Path:
 )
 def test_what_cannot_work_is_refused(subject, train, capsys, tmp_path, settings, given, words):
     folder = changed(subject, tmp_path, **settings)
-    assert train(f"model.path={folder}", *VIDEO, *given) == 2
+    video = (*VIDEO, "rollout.pipeline.num_frames=5")
+    assert train(f"model.path={folder}", *video, *given) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
 

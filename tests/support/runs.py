@@ -32,6 +32,10 @@ SMALL_TEXT = (
     "trainer.total_training_steps=2",
     "trainer.device=cpu",
 )
+VIDEO = (
+    "reward.terms.jpeg=null",
+    "+reward.terms.light={_target_: function, path: 'support.prompts:brightness'}",
+)
 # A run of finished samples, which have no window.
 NFT = (
     "rollout.algo.sde_window_size=0",

@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 GROUPING = "_group_tensors_by_device_and_dtype"
 PACKAGE = f"{Path(flowgrpo_rc.__file__).parent}/"
+TORCH = f"{Path(torch.__file__).parent}/"
 
 WAIT = "wait"  # the host waits for a number, a shape or the end of all work
 TO_HOST = "to host"  # a copy, for which the host waits as well
@@ -80,12 +81,13 @@ _ASSIGNMENTS = {Tensor.data.__set__, Tensor.grad.__set__}
 
 
 class Event(NamedTuple):
-    """What makes the host wait, or a copy between the devices; `place` is in the package."""
+    """What makes the host wait, or a copy; `place` is in the package, `source` calls torch."""
 
     phase: str
     kind: str
     call: str
     place: str
+    source: str
 
 
 class Record:
@@ -99,7 +101,7 @@ class Record:
         self._phase = ContextVar("phase", default="")
 
     def note(self, kind: str, call: str) -> None:
-        self.events[Event(self._phase.get(), kind, call, _place())] += 1
+        self.events[Event(self._phase.get(), kind, call, _place(), _source())] += 1
 
     def refuse(self, error: type[Exception], reason: str) -> Exception:
         """Notes what the device refuses; returns the error to raise."""
@@ -248,6 +250,8 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _QUESTIONS:
             return _QUESTIONS[func](*args)
+        if func is Tensor.__deepcopy__:  # whose memo may hold tensors of both devices
+            return func(*args, **kwargs)
         if func in _MOVES:
             return _move(self._record, func, args, kwargs)
         if func is torch.empty and "pin_memory" in kwargs:  # there is no GPU to pin memory for
@@ -379,6 +383,15 @@ def _place() -> str:
             return f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "outside the package"
+
+
+def _source() -> str:
+    """Returns file and name of the innermost function outside torch and this module."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(TORCH):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}"
 
 
 def _device_type(device: Any) -> str | None:

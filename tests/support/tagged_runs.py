@@ -48,6 +48,7 @@ IMAGES = (
     "reward.terms.jpeg.weight=1.0",
     "trainer.total_training_steps=2",
 )
+ONE_STEP = (*IMAGES, "trainer.total_training_steps=1", "trainer.val_before_train=false")
 TEXT = (
     "--config-name=token_grpo",
     "data.train_batch_size=4",
@@ -87,6 +88,12 @@ def wrong(record: Record, *, waits_of_network: int = 0) -> list[str]:
             found += [f"{number} > {most}: {event}" for event, number in waits.items()]
     sent = record.found(MICRO_BATCH, TO_DEVICE) | record.found(OPTIMIZER_STEP, TO_DEVICE)
     return found + [f"{number} > 0: {event}" for event, number in sent.items()]
+
+
+def waits(record: Record) -> set[str]:
+    """Returns the functions that wait in a micro-batch, or send."""
+    assert record.refused == []
+    return {event.source for event in record.found(MICRO_BATCH, WAIT, TO_HOST, TO_DEVICE)}
 
 
 @contextmanager

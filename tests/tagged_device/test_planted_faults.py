@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.tagged_runs import IMAGES, train, two_ranks, wrong
+from support.tagged_runs import ONE_STEP, train, two_ranks, wrong
 from torch import Tensor
 
 from flowgrpo_rc.losses.base import denominator
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training import update
-
-ONE_STEP = (*IMAGES, "trainer.total_training_steps=1", "trainer.val_before_train=false")
 
 
 def test_an_index_of_the_host_and_a_number_that_is_read(

@@ -15,13 +15,18 @@ from support.tagged_runs import (
     TEXT,
     train,
     two_ranks,
+    waits,
     wrong,
 )
+
+from flowgrpo_rc.models.quantization import GROUPS
 
 RC = "algorithm.rollout_correction"
 DECOUPLED = (*IMAGES, f"{RC}.bypass_mode=false", f"{RC}.rollout_is=token")
 RUNS = {
     "bypass": IMAGES,
+    **{name: (*IMAGES, f"model.quantization={name}") for name in GROUPS},
+    "fp32": (*IMAGES, "rollout.dtype=fp32"),
     "decoupled with KL": (*DECOUPLED, "actor.use_kl_loss=true"),
     "step_kl": (*IMAGES, f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=auto:4"),
     "staleness": (*DECOUPLED, "rollout.staleness=1"),
@@ -42,6 +47,7 @@ def test_text(tmp_path: Path) -> None:
     record = train(tmp_path, TEXT)
     # transformers reads the mask, to leave it out if it hides nothing.
     assert wrong(record, waits_of_network=2) == []
+    assert waits(record) == {"masking_utils.py: _ignore_causal_mask_sdpa"}
     assert record.entered.keys() == {MICRO_BATCH, OPTIMIZER_STEP}
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
 
