@@ -101,6 +101,13 @@ _ADVANTAGES = _section(
         nothing.
     advantages/single_ratio | fraction | Groups of which one sample at most has a reward.
     advantages/identical_ratio | fraction | Groups whose samples are all the same.
+    groups/dropped_equal | groups | With `algorithm.filter_groups`: dropped, since their rewards are
+        all equal.
+    groups/dropped_failed | groups | Dropped, since a sample has no reward.
+    groups/refills | batches | Times that further prompts were sampled for them, one for each.
+    groups/unfilled | groups | Still to be dropped after the last refill.
+    groups/drawn_reward | reward | Mean of all samples, those of dropped groups included, which
+        `reward/*` leaves out.
     """,
 )
 _UPDATE = _section(

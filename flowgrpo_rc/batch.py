@@ -395,3 +395,17 @@ class Rewards:
     total: Tensor  # weighted sum of the rewards, float64, [B]; undefined where not valid
     valid: Tensor  # bool, [B]; False where any reward failed
     parts: Mapping[str, Tensor]  # [B] float64: each reward and further value; NaN where it failed
+
+    def select(self, index: Tensor) -> Rewards:
+        """Returns the rewards of the samples at the positions `index`, int64 [B']."""
+        parts = {name: values[index] for name, values in self.parts.items()}
+        return Rewards(total=self.total[index], valid=self.valid[index], parts=parts)
+
+    @classmethod
+    def join(cls, several: Sequence[Rewards]) -> Rewards:
+        """Joins the rewards of several batches, in order."""
+        return cls(
+            total=torch.cat([one.total for one in several]),
+            valid=torch.cat([one.valid for one in several]),
+            parts={n: torch.cat([one.parts[n] for one in several]) for n in several[0].parts},
+        )

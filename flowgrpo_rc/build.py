@@ -68,6 +68,7 @@ from flowgrpo_rc.training.advantages import AdvantageEstimator
 from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.ahead import AheadSource
 from flowgrpo_rc.training.sources.engine import EngineSource
+from flowgrpo_rc.training.sources.filtered import FilteredSource
 from flowgrpo_rc.training.sources.replay import ReplaySource
 from flowgrpo_rc.training.sources.source import RolloutSource
 from flowgrpo_rc.training.state import RunState
@@ -390,6 +391,8 @@ def make_source(
         mini_batch_size=config.actor.ppo_mini_batch_size,
         seed=config.trainer.seed,
     )
+    if config.algorithm.filter_groups.enable:
+        return FilteredSource(source, config.algorithm)
     if rollout.staleness == 0:
         return source
     if rollout.workers == 0:

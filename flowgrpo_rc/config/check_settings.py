@@ -60,6 +60,8 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     _check_fp64(config)
     _check_correction(config)
     _check_replayed(config)
+    if config.algorithm.filter_groups.enable:
+        _check_filter(config)
     _check_average(config)
 
 
@@ -329,6 +331,17 @@ def _check_replayed(config: Config) -> None:
         if value and config.data.replay_dir is not None:
             given = f"rollout.{key}={value}"
             raise ValueError(f"{given} has no effect with data.replay_dir: drop one of them")
+
+
+def _check_filter(config: Config) -> None:
+    """Further prompts are sampled in the same step, with the same weights."""
+    refuse(
+        (config.data.replay_dir is not None, "data.replay_dir: nothing is sampled"),
+        (config.rollout.staleness, "rollout.staleness: steps are asked for before this one ends"),
+        (config.actor.replay == "aligned", "actor.replay=aligned: groups are sampled anew alone"),
+        about="algorithm.filter_groups.enable=true does not go with ",
+        end="; drop one of them",
+    )
 
 
 def _check_average(config: Config) -> None:

@@ -258,6 +258,7 @@ _CONDITIONS: Mapping[str, Callable[[Any, Given], bool]] = {
     "nft": lambda value, given: _loss_of(given) == "diffusion_nft",
     "no_fixed_decay": lambda value, given: given.get("algorithm.old_policy_decay") is None,
     "draws_more": _draws_more,
+    "filters_groups": lambda value, given: bool(given.get("algorithm.filter_groups.enable")),
     "no_loss_mode": lambda value, given: not any(key in given for key in _LOSS),
     "no_total_steps": lambda value, given: given.get("trainer.total_training_steps") is None,
     "window_size": _has_window,

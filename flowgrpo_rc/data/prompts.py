@@ -1,7 +1,8 @@
 """Reading prompt files, and choosing the prompts of each training step.
 
-The prompts of a step follow from (seed, step) alone. So a resumed run needs no sampler state, and
-the mini-batches of a step hold the same prompts for any number of processes.
+The prompts of a step follow from the seed, the step and the number of further prompts that earlier
+steps have drawn, which only `algorithm.filter_groups` does. So the mini-batches of a step hold the
+same prompts for any number of processes.
 """
 
 from __future__ import annotations
@@ -138,6 +139,10 @@ class PromptSampler:
     Each epoch is a permutation that is drawn from (seed, epoch) alone. No prompt repeats inside an
     epoch, and an epoch may end inside a step. ValueError if there are fewer prompts than one step
     takes.
+
+    Attributes:
+      num_further: prompts that were drawn beyond those of the steps; the steps to come begin so
+        many places later.
     """
 
     def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:
@@ -149,13 +154,23 @@ class PromptSampler:
         self.prompts = prompts
         self.prompts_per_step = prompts_per_step
         self.seed = seed
+        self.num_further = 0
         # A step may touch two epochs, so the last two permutations are kept.
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def step(self, step: int) -> list[Prompt]:
         """Returns the prompts of the global batch of a step, from 0; the same on all processes."""
-        first = step * self.prompts_per_step
-        places = range(first, first + self.prompts_per_step)
+        return self._walk(step, self.prompts_per_step)
+
+    def further(self, step: int, count: int) -> list[Prompt]:
+        """Draws the `count` prompts that come next after all that a step, from 0, has taken."""
+        found = self._walk(step + 1, count)
+        self.num_further += count
+        return found
+
+    def _walk(self, steps: int, count: int) -> list[Prompt]:
+        first = steps * self.prompts_per_step + self.num_further
+        places = range(first, first + count)
         epochs = [divmod(place, len(self.prompts)) for place in places]
         return [self.prompts[self._order(epoch)[i]] for epoch, i in epochs]
 

@@ -53,6 +53,14 @@ class Shown(NamedTuple):
             return cls(prompts, list(samples))
         return cls(prompts, [*map(thumbnail, samples)], PictureFacts.of(samples))
 
+    def select(self, index: Sequence[int]) -> Shown:
+        """Returns what is kept of the samples at the positions `index`."""
+        return Shown(
+            [self.prompts[row] for row in index],
+            [self.samples[row] for row in index],
+            None if self.facts is None else PictureFacts(*(c[[*index]] for c in self.facts)),
+        )
+
     @classmethod
     def join(cls, chunks: Sequence[Shown]) -> Shown:
         """Joins what is kept of several chunks, in order."""

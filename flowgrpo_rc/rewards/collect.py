@@ -18,11 +18,12 @@ def collect_rewards(
     processes: Processes,
     *,
     grouped: bool,
+    earlier: Sequence[Rewards] = (),
 ) -> Rewards:
     """Waits for the rewards of this process's samples, which were submitted as groups or not.
 
     A process without samples takes part with empty columns, so names and reductions agree. All
-    processes raise RewardError if too many samples have no reward.
+    processes raise RewardError if too many samples have no reward, of these and the `earlier` ones.
     """
     nothing = torch.zeros(0, dtype=torch.float64)
     rewards = Rewards(
@@ -32,8 +33,9 @@ def collect_rewards(
     )
     if handles:
         rewards = manager.collect(handles)
-    failed = manager.count_failed(rewards)
-    numbers = torch.tensor([*failed.values(), len(rewards.total)], device=processes.device)
+    seen = Rewards.join([*earlier, rewards])
+    failed = manager.count_failed(seen)
+    numbers = torch.tensor([*failed.values(), len(seen.total)], device=processes.device)
     *counts, total = processes.sum(numbers).tolist()
     manager.check_failed_fraction(dict(zip(failed, counts, strict=True)), total)
     return rewards

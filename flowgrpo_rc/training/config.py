@@ -27,6 +27,26 @@ LR_SCHEDULERS = ("constant", "linear", "cosine", "polynomial")
 
 
 @dataclass(kw_only=True)
+class FilterGroupsConfig:
+    """Further prompts in the places of those that teach nothing.
+
+    enable: drop groups whose rewards are all equal, or of which a sample has no reward.
+    max_num_gen_batches: times that a step samples at most, the first included, each time as many
+        prompts as groups are missing; the step then trains on the groups that are there.
+    """
+
+    enable: bool = False
+    max_num_gen_batches: int = 10
+
+    def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
+        key = "algorithm.filter_groups.max_num_gen_batches"
+        check_least(key, self.max_num_gen_batches, 2)
+        if not self.enable and self != FilterGroupsConfig():
+            raise ValueError(f"{key} has no effect without algorithm.filter_groups.enable=true")
+
+
+@dataclass(kw_only=True)
 class AlgorithmConfig:
     """How rewards become advantages.
 
@@ -37,11 +57,13 @@ class AlgorithmConfig:
     """
 
     adv_estimator: str = "flow_grpo"
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
         check_choice("algorithm.adv_estimator", self.adv_estimator, ESTIMATORS)
+        self.filter_groups.validate()
         self.rollout_correction.validate()
 
 

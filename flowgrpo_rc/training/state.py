@@ -46,6 +46,7 @@ class RunState:
             state: Mapping[str, Any] = {
                 "update": self.update.state(),
                 "health": self.health.state_dict(),
+                "source": self.source.state(),
             }
             older = self.source.older_weights()
             tensors: dict[str, Mapping[str, Tensor]] = {
@@ -64,6 +65,7 @@ class RunState:
             self.health.load_state_dict(resumed.state["health"])
             self.algorithm.load(resumed.tensors)
             self._check_names(resumed)
+            self.source.load(resumed.state.get("source", {}))  # earlier versions wrote none
             lora = self.update.lora_state()
             for version, weights in sorted(resumed.older_weights().items()):
                 older = check_tensors(f"{OLDER}{version}", weights, lora)
@@ -76,7 +78,7 @@ class RunState:
 
     def _check_names(self, resumed: Checkpoint) -> None:
         """Raises ValueError for a part of a checkpoint that this version does not know."""
-        known = {*self.update.tensors(), *self.algorithm.tensors(), "update", "health"}
+        known = {*self.update.tensors(), *self.algorithm.tensors(), "update", "health", "source"}
         known |= {f"{OLDER}{version}" for version in resumed.older_weights()}
         known |= {f"update.{name}" for name in self.update.state()}
         found = {*resumed.tensors, *resumed.state}

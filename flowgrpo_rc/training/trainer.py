@@ -27,7 +27,7 @@ from flowgrpo_rc.rewards.collect import record_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.training.advantages import AdvantageEstimator
 from flowgrpo_rc.training.journal import Journal
-from flowgrpo_rc.training.sources.source import RolloutSource
+from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.state import RunState
 from flowgrpo_rc.training.tasks.task import Task
 from flowgrpo_rc.training.update import PolicyUpdate
@@ -112,28 +112,34 @@ class Trainer:
                 self._metrics.merge(collected.metrics)
             if self.may_be_stale:
                 self._metrics.merge(collected.staleness(step))
-            # Before the rewards are waited for: they are scored while this computes.
-            with self._timed("old_log_prob"):
-                batch = self._begin(collected.batch, step)
-            with self._timed("reward_wait"):
-                rewards = collected.rewards()
-                # Here, since it waits for the rewards of the other processes.
-                advantages = self.advantages.of(batch, rewards, self._metrics)
-            record_rewards(self._metrics, rewards, prefix="reward", total="mean")
-            if self.config.save_rollouts:
-                saved = SavedRollout(collected.batch, rewards, self.task.origin())
-                self.journal.rollout(step, saved)
-            trained = self.advantages.chosen(advantages, batch, self._metrics)
-            with self._timed("update"):
-                self._update(trained)
-            self.algorithm.finish(self._metrics)
+            if collected.teaches:
+                self._learn(collected, step)
+            else:
+                record_rewards(self._metrics, collected.rewards(), prefix="reward", total="mean")
             with self._timed("sync_weights"):
                 self.state.sync(step)
-            names = partial(self.task.policy.cell_names, collected.batch)
-            self.journal.decisions(step, self.algorithm, collected, rewards, names)
-        num_samples = len(batch) * self.processes.count
+        num_samples = len(collected.batch) * self.processes.count
         speed = torch.tensor(num_samples / self._seconds["step"])
         self._metrics.min("perf/samples_per_second", speed)
+
+    def _learn(self, collected: Collected, step: int) -> None:
+        # Before the rewards are waited for: they are scored while this computes.
+        with self._timed("old_log_prob"):
+            batch = self._begin(collected.batch, step)
+        with self._timed("reward_wait"):
+            rewards = collected.rewards()
+            # Here, since it waits for the rewards of the other processes.
+            advantages = self.advantages.of(batch, rewards, self._metrics)
+        record_rewards(self._metrics, rewards, prefix="reward", total="mean")
+        if self.config.save_rollouts:
+            saved = SavedRollout(collected.batch, rewards, self.task.origin())
+            self.journal.rollout(step, saved)
+        trained = self.advantages.chosen(advantages, batch, self._metrics)
+        with self._timed("update"):
+            self._update(trained)
+        self.algorithm.finish(self._metrics)
+        names = partial(self.task.policy.cell_names, collected.batch)
+        self.journal.decisions(step, self.algorithm, collected, rewards, names)
 
     def close(self) -> None:
         """Ends what samples, scores and tells of the run."""

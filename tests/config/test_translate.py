@@ -25,6 +25,7 @@ from flowgrpo_rc.config.translate import TranslatedOverrides, translate, values_
 from flowgrpo_rc.config.tree import known_keys
 
 OTHER = "actor_rollout_ref."
+FILTER = "algorithm.filter_groups"
 VLLM = "http://127.0.0.1:8000/v1"
 WHOLE = [f"{OTHER}model.path=a/b", f"{OTHER}rollout.name=vllm_omni"]
 
@@ -378,7 +379,11 @@ def test_a_setting_of_a_peer_is_answered_with_the_key_here(peer: str) -> None:
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.max_num_seqs=32", False),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", False),
         ("trainer.n_gpus_per_node=8", False),
-        ("trainer.v1.sampler.drop_incomplete_groups=True", False),
+        ("trainer.v1.sampler.drop_incomplete_groups=False", False),
+        ("trainer.v1.sampler.drop_incomplete_groups=True", True),
+        ("algorithm.filter_groups.metric=acc", True),
+        ("algorithm.filter_groups.metric=seq_reward", False),
+        ("algorithm.filter_groups.max_num_gen_batches=0", False),
         ("ray_kwargs.ray_init.num_cpus=4", False),
         ("+ray_kwargs.ray_init.runtime_env.x=4", False),
         ("global_profiler.steps=[1,2]", False),
@@ -409,6 +414,17 @@ def test_the_estimator_says_what_is_divided_by() -> None:
     }.items():
         config = compose_config([f"algorithm.{switch}" for switch in switches.split()])
         assert config.algorithm.adv_estimator == estimator
+
+
+def test_dapos_filter_of_groups_has_the_same_words_and_is_bounded() -> None:
+    on, most = f"{FILTER}.enable=True", f"{FILTER}.max_num_gen_batches"
+    metric = f"{FILTER}.metric=seq_reward"
+    found = to_config(compose_config([on, f"{most}=7", metric])).algorithm.filter_groups
+    assert (found.enable, found.max_num_gen_batches) == (True, 7)
+    off = compose_all([f"{FILTER}.enable=False", f"{most}=0", f"{FILTER}.metric=null"])
+    assert to_config(off.config).algorithm.filter_groups.enable is False
+    with pytest.raises(ValueError, match="refills are bounded"):
+        compose_config([on, f"{most}=0"])
 
 
 def test_a_window_range_without_a_size_has_no_effect_in_verl_omni() -> None:

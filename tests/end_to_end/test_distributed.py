@@ -85,6 +85,13 @@ MODES = {
         "rollout.algo.noise_level=0.3",
         f"{RC}.bypass_mode=true",
     ),
+    # Groups that are dropped on one process, and further prompts for it alone.
+    "filtered": (
+        f"{RC}.bypass_mode=true",
+        "algorithm.filter_groups.enable=true",
+        "reward.terms.jpeg=null",
+        "+reward.terms.picky={_target_: function, path: 'support.prompts:picky'}",
+    ),
     # Finished samples, whose noise each process draws, and an old policy of its own.
     "forward": (*NFT, "actor.use_kl_loss=true", "actor.kl_reference=start"),
 }
@@ -191,6 +198,7 @@ def trained_by_two(workplace: Path, strategy: str, mode: str) -> Path:
         ("fsdp2", "bypass"),
         ("ddp", "window"),
         ("ddp", "fast"),
+        ("ddp", "filtered"),
         ("fsdp2", "forward"),
     ],
 )
@@ -211,12 +219,13 @@ def test_quantized_weights_that_are_sharded_give_the_same_bits(workplace: Path) 
 
 
 @needs_ray
-def test_two_processes_share_a_worker(workplace: Path) -> None:
-    run = workplace / "workers"
+@pytest.mark.parametrize("mode", ["window", "filtered"])
+def test_two_processes_share_a_worker(workplace: Path, mode: str) -> None:
+    run = workplace / f"workers_{mode}"
     options = ("trainer.num_processes=2", "rollout.workers=1", f"trainer.output_dir={run}")
-    done = train_command(*settings(workplace, "window"), *options, "trainer.strategy=fsdp2")
-    assert done.stderr == ""
-    assert_same_training(trained_alone(workplace, "window"), run)
+    done = train_command(*settings(workplace, mode), *options, "trainer.strategy=fsdp2")
+    assert all("reward 'picky' failed" in line for line in done.stderr.splitlines())
+    assert_same_training(trained_alone(workplace, mode), run)
 
 
 def test_two_own_processes_train_what_torchrun_s_do(workplace: Path) -> None:

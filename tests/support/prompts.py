@@ -27,3 +27,10 @@ def sums(*targets: str | None) -> list[Prompt]:
 
 def brightness(sample: np.ndarray, prompt: Prompt) -> float:
     return float(sample.mean()) / 255
+
+
+def picky(sample: np.ndarray, prompt: Prompt) -> float | None:
+    """Scores HELP and TUV2 with 1, K9Q not at all, and other prompts by the brightness."""
+    if prompt.target == "K9Q":
+        return None
+    return 1.0 if prompt.target in ("HELP", "TUV2") else brightness(sample, prompt)

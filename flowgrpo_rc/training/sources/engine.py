@@ -55,7 +55,12 @@ class EngineSource(RolloutSource):
 
     def collect(self, step: int) -> Collected:
         """Samples a step with the newest weights. EngineError if the engine used others."""
-        collected = self.ask(step)()
+        return self.sample(self.prompts(step))
+
+    def sample(self, prompts: PromptBatch, refill: int = 0) -> Collected:
+        """Samples prompts of a step, as `collect` does; each `refill` has noise of its own."""
+        step = prompts.step
+        collected = self._ask(prompts, refill)()
         for version in collected.versions():
             if version != step - 1:
                 raise EngineError(
@@ -65,8 +70,10 @@ class EngineSource(RolloutSource):
 
     def ask(self, step: int) -> Callable[[], Collected]:
         """Asks for a step with the engine's present weights; returns what waits for the samples."""
-        prompts = self.prompts(step)
-        request = self.task.request(prompts, self._seeds(prompts))
+        return self._ask(self.prompts(step))
+
+    def _ask(self, prompts: PromptBatch, refill: int = 0) -> Callable[[], Collected]:
+        request = self.task.request(prompts, self._seeds(prompts, refill))
         if not self.engine.elsewhere:
             return lambda: self._receive(request, self.engine.generate(request))
         # The work begins now; a thread hands chunks to the rewards as they arrive.
@@ -117,10 +124,11 @@ class EngineSource(RolloutSource):
         self._receiver.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
-    def _seeds(self, prompts: PromptBatch) -> list[int]:
+    def _seeds(self, prompts: PromptBatch, refill: int) -> list[int]:
         # By place in the global batch, so the number of processes changes no sample.
+        further = (refill,) if refill else ()
         return [
-            derive_seed(self.seed, prompts.step, slot, index, "rollout")
+            derive_seed(self.seed, prompts.step, slot, index, "rollout", *further)
             for slot in prompts.slots
             for index in range(self.config.n)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ class Collected(NamedTuple):
     """This process's part of a step; `rewards` waits until they are known, and returns them."""
 
     batch: Batch
-    rewards: Callable[[], Rewards]
+    rewards: Callable[..., Rewards]  # may take the `earlier` ones of `collect_rewards`
     shown: Shown = Shown()
     metrics: MetricBag | None = None
+    teaches: bool = True  # False if no group of any process does: then there is no update
 
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and the newest version of the weights that made a sample."""
@@ -53,6 +54,14 @@ class RolloutSource(ABC):
     def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
         """Returns earlier versions of the LoRA that rollouts to come need; none as a rule."""
         return {}
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of it; JSON can hold that. Nothing as a rule."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes back to what `state` has returned; by default that is nothing."""
+        assert not state, state
 
     @abstractmethod
     def close(self) -> None:

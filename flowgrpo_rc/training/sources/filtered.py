@@ -1,0 +1,147 @@
+"""Groups that teach nothing are dropped, and further prompts are sampled in their places."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, Rewards
+from flowgrpo_rc.core.advantages import group_relative
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.records.samples import Shown
+from flowgrpo_rc.rewards.collect import collect_rewards
+from flowgrpo_rc.rollout.concat import concat
+from flowgrpo_rc.training.config import AlgorithmConfig
+from flowgrpo_rc.training.sources.engine import EngineSource
+from flowgrpo_rc.training.sources.source import Collected, RolloutSource
+
+logger = logging.getLogger(__name__)
+
+
+class _Scored(NamedTuple):
+    """Samples of this process with their rewards, group by group."""
+
+    batch: Batch
+    rewards: Rewards
+    shown: Shown
+
+    def select(self, rows: Tensor) -> _Scored:
+        index = rows.cpu()
+        shown = self.shown.select(index.tolist())
+        return _Scored(self.batch.select(rows), self.rewards.select(index), shown)
+
+    @classmethod
+    def join(cls, parts: Sequence[_Scored]) -> _Scored:
+        batches, rewards, shown = zip(*parts, strict=True)
+        return cls(concat(batches), Rewards.join(rewards), Shown.join(shown))
+
+
+@dataclass(eq=False)
+class FilteredSource(RolloutSource):
+    """Samples again, with the prompts that come next, in the slots whose groups are dropped.
+
+    A slot belongs to one process, and its prompt and noise follow from the global batch. So groups
+    stay spread evenly, and the number of processes changes no sample. A group that is missing after
+    the last refill stays as it is.
+    """
+
+    source: EngineSource
+    config: AlgorithmConfig
+
+    def collect(self, step: int) -> Collected:
+        """Samples until all groups of all processes teach, or as often as is allowed."""
+        source, most = self.source, self.config.filter_groups.max_num_gen_batches
+        collected = source.collect(step)
+        scored = _Scored(collected.batch, collected.rewards(), collected.shown)
+        metrics = collected.metrics or MetricBag()
+        drawn = [scored.rewards]
+        dropped: Counter[str] = Counter(equal=0, failed=0)
+        refills = 0
+        # The same on all processes, and so is all that follows from it.
+        missing = source.processes.gather_objects(self._missing(scored))
+        while missing and refills + 1 < most:
+            refills += 1
+            dropped.update(fault for _, fault in missing)
+            slots = sorted(slot for slot, _ in missing)
+            further = source.sampler.further(step - 1, len(slots))
+            prompts = dict(zip(slots, further, strict=True))
+            scored = self._refilled(scored, step, refills, prompts, drawn, metrics)
+            missing = source.processes.gather_objects(self._missing(scored))
+        counts = {f"dropped_{fault}": number for fault, number in dropped.items()}
+        counts |= {"refills": refills, "unfilled": len(missing)}
+        for name, count in counts.items():
+            metrics.max(f"groups/{name}", torch.tensor(float(count)))
+        for rewards in drawn:
+            metrics.mean("groups/drawn_reward", rewards.total, rewards.valid)
+        teaches = source.processes.any(not bool(self._equal(scored).all()))
+        if not teaches:
+            logger.warning("step %d: no update, since the rewards of all groups are equal", step)
+        return Collected(scored.batch, lambda: scored.rewards, scored.shown, metrics, teaches)
+
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Gives the engine the LoRA after `version` steps."""
+        self.source.sync_weights(state, version)
+
+    def state(self) -> dict[str, Any]:
+        """Returns how many prompts were drawn beyond those of the steps."""
+        return {"further_prompts": self.source.sampler.num_further}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on behind the prompts that were drawn."""
+        self.source.sampler.num_further = state["further_prompts"]
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self.source.close()
+
+    def _equal(self, scored: _Scored) -> Tensor:
+        """Returns the groups [G] bool, by slot, whose rewards are all equal, as estimators see."""
+        group, rewards = scored.batch.group.cpu(), scored.rewards
+        columns = [rewards.total]
+        if self.config.adv_estimator == "gdpo":
+            columns = [rewards.parts[name] for name in self.source.rewards.weights]
+        found = [group_relative(column, group, rewards.valid).zero_std for column in columns]
+        return torch.stack(found).all(0)
+
+    def _missing(self, scored: _Scored) -> list[tuple[int, str]]:
+        """Returns the slots of this process's groups that are dropped, and why."""
+        group = scored.batch.group.cpu()
+        failed = set(group[~scored.rewards.valid].tolist())
+        slots = zip(group.unique().tolist(), self._equal(scored).tolist(), strict=True)
+        return [
+            (slot, "failed" if slot in failed else "equal")
+            for slot, is_equal in slots
+            if is_equal or slot in failed
+        ]
+
+    def _refilled(
+        self,
+        scored: _Scored,
+        step: int,
+        refill: int,
+        prompts: Mapping[int, Prompt],
+        drawn: list[Rewards],
+        metrics: MetricBag,
+    ) -> _Scored:
+        """Returns this process's samples, with new ones in those slots that `prompts` has."""
+        source, group = self.source, scored.batch.group
+        slots = [slot for slot in group.unique().tolist() if slot in prompts]
+        if not slots:  # the others count what failed, which takes all processes
+            collect_rewards(source.rewards, [], source.processes, grouped=True, earlier=drawn)
+            return scored
+        asked = PromptBatch(step=step, prompts=[prompts[slot] for slot in slots], slots=slots)
+        found = source.sample(asked, refill)
+        metrics.merge(found.metrics or MetricBag())
+        parts = [_Scored(found.batch, found.rewards(earlier=drawn), found.shown)]
+        drawn.append(parts[0].rewards)
+        stays = ~torch.isin(group, found.batch.group)
+        if stays.any():
+            parts.append(scored.select(stays.nonzero().squeeze(1)))
+        joined = _Scored.join(parts)
+        return joined.select(joined.batch.group.argsort(stable=True))

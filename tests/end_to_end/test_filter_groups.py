@@ -1,0 +1,148 @@
+"""Groups that are dropped and filled again: which prompts come, resuming, bounds, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import NFT, Train, final_state, read_rows, stopped_and_whole
+
+from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
+from flowgrpo_rc.training.sources.filtered import FilteredSource
+from flowgrpo_rc.training.sources.source import Collected
+
+FILTER = "algorithm.filter_groups"
+ON = f"{FILTER}.enable=true"
+PICKY = (
+    "reward.terms.jpeg=null",
+    "+reward.terms.picky={_target_: function, path: 'support.prompts:picky'}",
+    ON,
+)
+RC = "algorithm.rollout_correction"
+MODES = {
+    "bypass": (f"{RC}.bypass_mode=true", f"{RC}.rollout_rs=token_k1"),
+    "bands": (f"{RC}.bypass_mode=true", f"{RC}.rollout_rs_threshold=auto:4"),
+    "own_forwards": (f"{RC}.rollout_rs=null", f"{RC}.exclude_rejected=false"),
+    "recomputed": ("actor.old_log_probs=recompute",),
+    "nft": NFT,
+}
+EQUAL, FAILED = {"HELP", "TUV2"}, {"K9Q"}
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Collected]:
+    """What the trainer gets in each step."""
+    found: list[Collected] = []
+    collect = FilteredSource.collect
+
+    def noted(self: FilteredSource, step: int) -> Collected:
+        found.append(collect(self, step))
+        return found[-1]
+
+    monkeypatch.setattr(FilteredSource, "collect", noted)
+    return found
+
+
+def expected(stream: list[str], place: int) -> tuple[list[str], list[str], int, int]:
+    """Fills four slots from a stream of prompts, as the page says.
+
+    Returns the prompts of the slots, the dropped ones, the refills and the place behind them.
+    """
+    slots, place = stream[place : place + 4], place + 4
+    dropped = []
+    refills = 0
+    while missing := [slot for slot, word in enumerate(slots) if word in EQUAL | FAILED]:
+        dropped += [slots[slot] for slot in missing]
+        for slot in missing:
+            slots[slot] = stream[place]
+            place += 1
+        refills += 1
+    return slots, dropped, refills, place
+
+
+def test_the_prompts_that_come_next_take_the_places(
+    train: Train, tmp_path: Path, prompt_file: Path, given: list[Collected]
+) -> None:
+    """A refill of K9Q alone has no reward at all, and the run goes on: a step counts as a whole."""
+    assert train(*PICKY, "trainer.total_training_steps=4") == 0
+    prompts = read_prompts(prompt_file, require_target=True)
+    sampler = PromptSampler(prompts, 1, seed=42)
+    stream = [str(sampler.step(place)[0].target) for place in range(100)]
+    place = 0
+    seeds: set[int] = set()
+    for row, collected in zip(read_rows(tmp_path / "run")[1:], given, strict=True):
+        slots, dropped, refills, place = expected(stream, place)
+        assert [prompt.target for prompt in collected.shown.prompts[::2]] == slots
+        assert collected.batch.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert row["groups/dropped_failed"] == sum(word in FAILED for word in dropped)
+        assert row["groups/dropped_equal"] == sum(word in EQUAL for word in dropped)
+        assert (row["groups/refills"], row["groups/unfilled"]) == (refills, 0)
+        assert row["reward/failed_fraction"] == 0
+        # What is scored, shown and trained belongs together.
+        totals = dict(zip(collected.batch.seed.tolist(), collected.rewards().total, strict=True))
+        assert len(totals) == 8
+        assert not seeds & totals.keys()
+        seeds |= totals.keys()
+        # Brightness is below 1.
+        assert max(totals.values()) < 1
+    assert place > 16
+
+
+def test_a_run_goes_on_behind_the_prompts_that_were_drawn(train: Train, tmp_path: Path) -> None:
+    run = stopped_and_whole(train, tmp_path, *PICKY, "trainer.total_training_steps=3")
+    _, state, rows = final_state(run)
+    drawn = sum(row["groups/dropped_equal"] + row["groups/dropped_failed"] for row in rows[1:])
+    assert state["source"] == {"further_prompts": drawn}
+    assert drawn > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_without_a_signal_take_no_update(
+    train: Train,
+    tmp_path: Path,
+    given: list[Collected],
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+) -> None:
+    words = tmp_path / "equal.txt"
+    words.write_text('"HELP"\n"TUV2"\n' * 2)
+    settings = (*MODES[mode], f"{FILTER}.max_num_gen_batches=3", f"data.train_files={words}")
+    assert train(*PICKY, *settings) == 0
+    for row in read_rows(tmp_path / "run")[1:]:
+        counts = {name: row[f"groups/{name}"] for name in ("dropped_equal", "refills", "unfilled")}
+        assert counts == {"dropped_equal": 8, "refills": 2, "unfilled": 4}
+        assert "actor/grad_norm" not in row
+    assert "step 2: no update" in caplog.text
+    assert not any(one.teaches for one in given)
+    _, state, _ = final_state(tmp_path / "run")
+    assert state["update"]["updates"] == 0  # type: ignore[index]
+
+
+def test_what_is_missing_in_the_end_stays_beside_what_teaches(train: Train, tmp_path: Path) -> None:
+    """Two batches do not fill each step of these prompts; its other groups are trained on."""
+    bound = f"{FILTER}.max_num_gen_batches=2"
+    assert train(*PICKY, bound, "trainer.total_training_steps=4") == 0
+    rows = read_rows(tmp_path / "run")[1:]
+    unfilled = [row for row in rows if row["groups/unfilled"]]
+    assert unfilled
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    for row in unfilled:
+        assert row["zero_std_ratio"] == row["groups/unfilled"] / 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((ON, f"{FILTER}.max_num_gen_batches=1"), "max_num_gen_batches=1: give at least 2"),
+        ((f"{FILTER}.max_num_gen_batches=5",), "no effect without"),
+        ((ON, "rollout.staleness=1"), "rollout.staleness: steps"),
+        ((ON, "actor.replay=aligned"), "actor.replay=aligned: groups"),
+        ((ON, "data.replay_dir=/elsewhere"), "data.replay_dir: nothing is sampled"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    train: Train, capfd: Any, settings: tuple[str, ...], words: str
+) -> None:
+    assert train(*settings) == 2
+    assert words in capfd.readouterr().err
