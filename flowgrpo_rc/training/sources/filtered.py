@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, Rewards
+from flowgrpo_rc.batch import Batch, PromptBatch, Rewards
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.records.samples import Shown
@@ -36,11 +36,6 @@ class _Scored(NamedTuple):
         shown = self.shown.select(index.tolist())
         return _Scored(self.batch.select(rows), self.rewards.select(index), shown)
 
-    @classmethod
-    def join(cls, parts: Sequence[_Scored]) -> _Scored:
-        batches, rewards, shown = zip(*parts, strict=True)
-        return cls(concat(batches), Rewards.join(rewards), Shown.join(shown))
-
 
 @dataclass(eq=False)
 class FilteredSource(RolloutSource):
@@ -59,22 +54,22 @@ class FilteredSource(RolloutSource):
         source, most = self.source, self.config.filter_groups.max_num_gen_batches
         collected = source.collect(step)
         scored = _Scored(collected.batch, collected.rewards(), collected.shown)
-        metrics = collected.metrics or MetricBag()
         drawn = [scored.rewards]
         dropped: Counter[str] = Counter(equal=0, failed=0)
         refills = 0
-        # The same on all processes, and so is all that follows from it.
-        missing = source.processes.gather_objects(self._missing(scored))
-        while missing and refills + 1 < most:
+        # What is missing is the same on all processes, and so is all that follows from it.
+        while missing := source.processes.gather_objects(self._missing(scored)):
+            if refills + 1 == most:
+                break
             refills += 1
             dropped.update(fault for _, fault in missing)
             slots = sorted(slot for slot, _ in missing)
-            further = source.sampler.further(step - 1, len(slots))
-            prompts = dict(zip(slots, further, strict=True))
-            scored = self._refilled(scored, step, refills, prompts, drawn, metrics)
-            missing = source.processes.gather_objects(self._missing(scored))
+            prompts = source.sampler.further(step - 1, len(slots))
+            asked = PromptBatch(step=step, prompts=prompts, slots=slots)
+            scored = self._refilled(scored, asked, refills, drawn)
         counts = {f"dropped_{fault}": number for fault, number in dropped.items()}
         counts |= {"refills": refills, "unfilled": len(missing)}
+        metrics = collected.metrics or MetricBag()
         for name, count in counts.items():
             metrics.max(f"groups/{name}", torch.tensor(float(count)))
         for rewards in drawn:
@@ -121,27 +116,21 @@ class FilteredSource(RolloutSource):
         ]
 
     def _refilled(
-        self,
-        scored: _Scored,
-        step: int,
-        refill: int,
-        prompts: Mapping[int, Prompt],
-        drawn: list[Rewards],
-        metrics: MetricBag,
+        self, scored: _Scored, asked: PromptBatch, refill: int, drawn: list[Rewards]
     ) -> _Scored:
-        """Returns this process's samples, with new ones in those slots that `prompts` has."""
+        """Returns this process's samples, with new ones in those slots that `asked` names."""
         source, group = self.source, scored.batch.group
-        slots = [slot for slot in group.unique().tolist() if slot in prompts]
-        if not slots:  # the others count what failed, which takes all processes
+        own = set(group.tolist())
+        prompt_of = {s: p for s, p in zip(asked.slots, asked.prompts, strict=True) if s in own}
+        if not prompt_of:  # the others count what failed, which takes all processes
             collect_rewards(source.rewards, [], source.processes, grouped=True, earlier=drawn)
             return scored
-        asked = PromptBatch(step=step, prompts=[prompts[slot] for slot in slots], slots=slots)
+        asked = replace(asked, prompts=[*prompt_of.values()], slots=[*prompt_of])
         found = source.sample(asked, refill)
-        metrics.merge(found.metrics or MetricBag())
-        parts = [_Scored(found.batch, found.rewards(earlier=drawn), found.shown)]
-        drawn.append(parts[0].rewards)
+        drawn.append(found.rewards(earlier=drawn))
         stays = ~torch.isin(group, found.batch.group)
-        if stays.any():
-            parts.append(scored.select(stays.nonzero().squeeze(1)))
-        joined = _Scored.join(parts)
+        parts = [_Scored(found.batch, drawn[-1], found.shown)]
+        parts += [scored.select(stays.nonzero().squeeze(1))] if stays.any() else []
+        batches, rewards, shown = zip(*parts, strict=True)
+        joined = _Scored(concat(batches), Rewards.join(rewards), Shown.join(shown))
         return joined.select(joined.batch.group.argsort(stable=True))
