@@ -279,9 +279,10 @@ def cards(store: Any) -> Iterator[str]:
 def _cell(found: Any) -> str:
     if not found["fits"]:
         return f"no: {_gib(found['peak'])}"
+    offload = "layers" if found["offload_idle"] == "layers" else "offload"
     extras = [
         word
-        for key, word in (("gradient_checkpointing", "checkpointing"), ("offload_idle", "offload"))
+        for key, word in (("gradient_checkpointing", "checkpointing"), ("offload_idle", offload))
         if found[key]
     ]
     sizes = f"{found['micro']} / {found['sampled']} / {found['decoded']}"

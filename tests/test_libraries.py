@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -57,26 +59,18 @@ def test_torch_grows_its_blocks_unless_the_user_sets_its_allocator(own, release,
     assert done.stdout.split("\n")[0] == str(own or {ALLOCATOR[name]: "expandable_segments:True"})
 
 
-@pytest.fixture
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_ray
+def test_runs_from_python_and_workers_grow_blocks_unless_torch_has_begun(monkeypatch) -> None:
+    from flowgrpo_rc.workers.worker import Worker
+
     for name in ALLOCATOR:
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
-
-
-def test_a_run_from_python_grows_its_blocks_unless_torch_has_begun(unset, monkeypatch) -> None:
     with monkeypatch.context() as begun:
         begun.setattr(torch.cuda, "is_initialized", lambda: True)
         set_allocator()
         assert not any(name in os.environ for name in ALLOCATOR)
-    with pytest.raises(ValueError, match=r"rollout\.n"):
-        train(["rollout.n=0"])
-    assert os.environ[ALLOCATOR[0]] == "expandable_segments:True"
-
-
-@needs_ray
-def test_a_worker_grows_its_blocks(unset) -> None:
-    from flowgrpo_rc.workers.worker import Worker
-
-    Worker(torch.get_num_threads())
-    assert os.environ[ALLOCATOR[0]] == "expandable_segments:True"
+    for start in (partial(Worker, torch.get_num_threads()), partial(train, ["rollout.n=0"])):
+        with suppress(ValueError):
+            start()
+        assert os.environ.pop(ALLOCATOR[0]) == "expandable_segments:True"

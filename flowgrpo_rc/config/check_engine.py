@@ -22,6 +22,7 @@ from flowgrpo_rc.models.base import adapter_of
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.plugins import check_options, install_hint, load_class
 from flowgrpo_rc.rollout.config import PACKAGE
+from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.rollout.quantization import check_device
 from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
@@ -127,6 +128,14 @@ def _check_cache(config: Config, engine: type[RolloutEngine[Any]]) -> None:
     )
 
 
+def shares_weights(config: Config, engine: type[RolloutEngine[Any]]) -> bool:
+    """Returns whether an engine samples with the trainer's own weights, whole and as they are."""
+    rollout = config.rollout
+    is_split = resolve_strategy(config.trainer.strategy) == "fsdp2"
+    changed = is_split or rollout.quantization or rollout.compile or rollout.merge_lora
+    return engine.copies_network and rollout.dtype in (AUTO, config.model.dtype) and not changed
+
+
 def engine_options(config: Config) -> dict[str, Any]:
     """Returns what the engine is built with, besides the model and its network."""
     rollout = config.rollout
@@ -140,9 +149,16 @@ def engine_options(config: Config) -> dict[str, Any]:
 
 
 def check_engine(config: Config) -> None:
-    """Raises ValueError if there is no such engine, or if it does not know one of its options."""
+    """Raises ValueError if there is no such engine, or if it does not take the options."""
     engine = engine_of(config)
     _check_cache(config, engine)
+    if config.model.offload_idle == "layers" and not shares_weights(config, engine):
+        raise ValueError(
+            "model.offload_idle=layers: the rollout has to share the weights on the host as they "
+            f"are: set rollout.name=diffusers, rollout.dtype={config.model.dtype}, rollout."
+            "quantization=null, rollout.compile=false, rollout.merge_lora=false and "
+            "trainer.strategy=ddp, or model.offload_idle=true"
+        )
     if config.data.replay_dir is None:
         built_with = engine_options(config) | {"model": None, "network": None}
         check_options(engine, built_with, ENGINE_KWARGS)
@@ -151,7 +167,8 @@ def check_engine(config: Config) -> None:
 def check_machine(config: Config, device: torch.device) -> None:
     """Checks that this machine, and `device` in it, can do what the settings ask for."""
     if config.model.offload_idle and device.type == "cpu":
-        raise ValueError("model.offload_idle=true has no effect on the CPU: drop it")
+        given = str(config.model.offload_idle).lower()
+        raise ValueError(f"model.offload_idle={given} has no effect on the CPU: drop it")
     rollout = config.rollout
     check_device(rollout.dtype, rollout.quantization, device, rollout.compile)
     if config.data.replay_dir is None:

@@ -54,6 +54,7 @@ def _merges_at_no_loss(config: Config) -> bool:
         engine_class(config).merges_lora
         and config.rollout.quantization is config.model.quantization is None
         and config.model.dtype != "bf16"
+        and config.model.offload_idle != "layers"
         and config.actor.replay != "aligned"
     )
 

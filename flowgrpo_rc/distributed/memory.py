@@ -11,7 +11,7 @@ _ROLLOUT = "rollout.micro_batch_size_per_gpu"
 _FORMATS = "model.dtype=bf16, model.quantization, rollout.dtype=bf16 or rollout.quantization"
 # Phase of a run, as in `timing_s/*` -> what to change.
 _REMEDIES = {
-    "loading": f"try {_FORMATS}",
+    "loading": f"try {_FORMATS}, and at last model.offload_idle=layers",
     "rollout": f"lower {_ROLLOUT}, or try {_FORMATS}",
     "evaluation": "lower rollout.val_kwargs.batch_size",
     "old_log_prob": f"lower {_UPDATE}",

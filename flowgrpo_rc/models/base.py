@@ -32,13 +32,14 @@ from flowgrpo_rc.libraries import unasked
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
-from flowgrpo_rc.models.offload import Offloadable
+from flowgrpo_rc.models.offload import Offloadable, keep_layers_on_host
 from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
 from flowgrpo_rc.plugins import concrete_subclasses, load_class
 from flowgrpo_rc.reading import blaming, load_weights, loading
 
+CPU = torch.device("cpu")
 # A prompt's text and its images.
 Edit = tuple[str, tuple[str | bytes, ...]]
 
@@ -410,13 +411,17 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
             )
         pipeline = _load_pipeline(config, getattr(diffusers, adapter.pipeline_class), Path(folder))
     pipeline.set_progress_bar_config(disable=True)
-    if config.quantization is not None:
-        for name in adapter.networks:
-            quantize_blocks(getattr(pipeline, name), config.quantization, device)
+    streams = config.offload_idle == "layers"
+    for name in adapter.networks:
+        network = getattr(pipeline, name)
+        if config.quantization is not None:
+            quantize_blocks(network, config.quantization, CPU if streams else device)
+        if streams:
+            keep_layers_on_host(network, device)
     return adapter(
         pipeline,
         device,
-        offload_idle=config.offload_idle,
+        offload_idle=bool(config.offload_idle),
         decode_batch_size=config.decode_batch_size,
     )
 

@@ -39,7 +39,9 @@ class ModelConfig:
     gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
     adapter: the class of a flow model of your own, `my_module.MyModel`; null takes the one for the
         checkpoint's pipeline.
-    offload_idle: keep text encoders and VAE on the CPU while nobody uses them.
+    offload_idle: keep text encoders and VAE on the CPU while nobody uses them. `layers`: keep the
+        weights of the transformer's blocks there, too, and copy each for every product; much
+        slower, for a transformer that does not fit the card.
     decode_batch_size: samples that the VAE decodes at once, in rollouts and evaluations: it needs
         more memory for a sample than anything else; null: all of a chunk.
     chat_template_kwargs: options of a language model's chat template, such as enable_thinking; a
@@ -56,7 +58,7 @@ class ModelConfig:
     lora_path: str | None = None
     target_modules: list[str] | None = None
     gradient_checkpointing: bool = False
-    offload_idle: bool = False
+    offload_idle: bool | str = False
     decode_batch_size: int | None = None
     adapter: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +76,8 @@ class ModelConfig:
     def validate(self) -> None:
         """Raises ValueError for settings that cannot work or have no effect; loads nothing."""
         check_choice("model.kind", self.kind, INDEX_FILES)
+        if self.offload_idle not in (True, False, "layers"):
+            raise ValueError(f"model.offload_idle={self.offload_idle}: give true, false or layers")
         check_choice("model.dtype", self.dtype, ("fp32", "bf16", "fp64"))
         if self.quantization is not None:
             check_choice("model.quantization", self.quantization, GROUPS)

@@ -1,4 +1,4 @@
-"""Models that work now and then, such as text encoders; idle ones may leave the device."""
+"""Models and layers that work now and then; idle ones may leave the device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,41 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from flowgrpo_rc.models.quantization import RestoredLinear, replace_layers
+
 # Bytes that tensors share a pinned block of. torch rounds a block up to a power of two, so that
 # tensors with a block each would take up to twice their size.
 BLOCK = 2**31
 _ALIGNMENT = 256
+
+
+class HostLinear(RestoredLinear):
+    """A linear layer whose weight stays on the host, and is copied for each product."""
+
+    kept = "on_host"
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer)
+        self.on_host = nn.Parameter(layer.weight.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Copies the weight, [out, in]."""
+        return self.fetched()
+
+
+def keep_layers_on_host(network: nn.Module, device: torch.device) -> None:
+    """Keeps the weights of the blocks' linear layers, or their codes, on the host: pinned for CUDA.
+
+    The network may move to `device` afterwards without them. ValueError if there are none.
+    """
+    replace_layers(network, "model.offload_idle=layers", HostLinear)
+    layers = [module for module in network.modules() if isinstance(module, RestoredLinear)]
+    kept = [layer.get_parameter(layer.kept) for layer in layers]
+    pin = device.type == "cuda" and torch.cuda.is_available()
+    for layer, parameter, on_host in zip(layers, kept, packed(kept, pin=pin), strict=True):
+        parameter.data = on_host  # frees what it was before the next one is copied
+        layer.place = torch.empty(0)
 
 
 class Offloadable:

@@ -11,8 +11,8 @@ layer's inputs, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,59 @@ GROUPS = {"int8": None, "int4": 32, "nf4": 64}
 _OUTERMOST = 0.9677083
 
 
-class QuantizedLinear(nn.Linear):
+class RestoredLinear(nn.Linear):
     """A frozen linear layer whose weight is restored for each product, and kept by no graph.
 
     It computes what a layer with the plain weight `weight` does, and so do its gradients.
+
+    Attributes:
+      kept: the name of the parameter that the weight is restored from.
+      place: empty, on the device of the products, if that parameter stays on the host; else None.
+    """
+
+    kept: ClassVar[str]
+    place: Tensor | None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)  # that of nn.Linear would allocate a weight
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        self.register_buffer("place", None, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiplies by the restored weight."""
+        if torch.is_grad_enabled() and input.requires_grad:
+            product: Tensor = _Product.apply(input, self)
+            return product
+        return F.linear(input, self.weight, self.bias)
+
+    def fetched(self) -> Tensor:
+        """Returns the kept parameter where products are made."""
+        kept = self.get_parameter(self.kept).detach()
+        return kept if self.place is None else kept.to(self.place.device, non_blocking=True)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Leaves on the host what stays there, when a network moves."""
+        staying = self._parameters.pop(self.kept) if self.place is not None else None
+        super()._apply(fn, recurse)
+        if staying is not None:
+            self._parameters[self.kept] = staying
+        return self
+
+
+class QuantizedLinear(RestoredLinear):
+    """A linear layer that keeps the codes of its weight, and their scales.
 
     Args:
       layer: the layer to replace; its scales have the precision of its weight.
       name: one of `GROUPS`.
     """
 
+    kept = "codes"
     pairs: Tensor | None
 
     def __init__(self, layer: nn.Linear, name: str) -> None:
-        nn.Module.__init__(self)  # that of nn.Linear would allocate a weight
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.bias = layer.bias
+        super().__init__(layer)
         weight = layer.weight.detach()
         levels = _levels(name).to(weight.device)
         groups = weight.float().unflatten(1, (-1, GROUPS[name] or layer.in_features))
@@ -63,25 +100,18 @@ class QuantizedLinear(nn.Linear):
         """Restores the weight, [out, in], in the precision of the scales."""
         scale = self.scale.detach()
         if self.pairs is None:
-            values = self.codes.to(scale.dtype)
+            values = self.fetched().to(scale.dtype)
         else:
-            values = F.embedding(self.codes.int(), self.pairs.to(scale.dtype))
+            values = F.embedding(self.fetched().int(), self.pairs.to(scale.dtype))
         groups = values.view(*scale.shape, -1).mul_(scale.unsqueeze(2))
         return groups.view(self.out_features, self.in_features)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiplies by the restored weight."""
-        if torch.is_grad_enabled() and input.requires_grad:
-            product: Tensor = _Product.apply(input, self)
-            return product
-        return F.linear(input, self.weight, self.bias)
-
 
 class _Product(torch.autograd.Function):
-    """The product of a `QuantizedLinear`, whose backward pass restores the weight again."""
+    """The product of a `RestoredLinear`, whose backward pass restores the weight again."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, layer: QuantizedLinear) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, layer: RestoredLinear) -> Tensor:
         ctx.layer, ctx.dtype = layer, inputs.dtype
         return F.linear(inputs, layer.weight, layer.bias)
 
@@ -97,16 +127,23 @@ def quantize_blocks(network: nn.Module, name: str, device: torch.device) -> None
     ValueError if their shapes do not allow it, or if there are none.
     """
     check_layers(network, "model.quantization", name, GROUPS[name])
+    key = f"model.quantization={name}"
+    replace_layers(network, key, lambda layer: QuantizedLinear(layer.to(device), name))
+
+
+def replace_layers(
+    network: nn.Module, key: str, make: Callable[[nn.Linear], RestoredLinear]
+) -> None:
+    """Replaces the blocks' plain linear layers. ValueError if the blocks have no linear ones."""
     chosen = set(quantized_layers(network))
     if not chosen:
         raise ValueError(
-            f"model.quantization={name}: a {type(network).__name__} has no linear layers in "
-            "blocks: set it to null"
+            f"{key}: a {type(network).__name__} has no linear layers in blocks: drop this setting"
         )
     for parent in list(network.modules()):
-        for child_name, child in list(parent.named_children()):
-            if child in chosen:
-                setattr(parent, child_name, QuantizedLinear(child.to(device), name))
+        for name, child in list(parent.named_children()):
+            if child in chosen and not isinstance(child, RestoredLinear):
+                setattr(parent, name, make(child))
 
 
 def check_layers(network: nn.Module, key: str, name: str, group: int | None) -> None:

@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from flowgrpo_rc.config.check_engine import chunk_size
+from flowgrpo_rc.config.check_engine import chunk_size, engine_of, shares_weights
 from flowgrpo_rc.config.names import CARD
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
@@ -40,7 +40,6 @@ class Line:
 
 # Bytes for a desktop on a card that people also look at; a share, not measured.
 _DESKTOP = 2**30
-_WITH_DESKTOP = ("GeForce", "Radeon RX")
 
 
 def gib_of(fit: float | str) -> float:
@@ -55,7 +54,7 @@ def gib_of(fit: float | str) -> float:
         raise ValueError("--fit: no GPU is visible; give the GiB of a card, such as --fit 24")
     free, total = torch.cuda.mem_get_info(0)
     name = torch.cuda.get_device_name(0)
-    desktop = _DESKTOP if any(word in name for word in _WITH_DESKTOP) else 0
+    desktop = _DESKTOP if any(word in name for word in ("GeForce", "Radeon RX")) else 0
     return round(min(free + CONTEXT, total - desktop) / 2**30, 1)
 
 
@@ -134,8 +133,9 @@ class Fitter:
             )
         self._job = job
         self._needs = needs or measure_needs(job)
-        self._held = {}
-        for offload in (False, True):
+        self._held: dict[bool | str, int] = {}
+        streams = shares_weights(job.config, engine_of(job.config))
+        for offload in (False, True, "layers") if streams else (False, True):
             model = replace(job.config.model, offload_idle=offload)
             held = replace(job, config=replace(job.config, model=model))
             self._held[offload] = sum(size for _, size, _ in memory(held))
@@ -153,12 +153,13 @@ class Fitter:
         """Yields settings from the fastest to the smallest.
 
         Copying idle models takes seconds of a step; computing activations twice a quarter of the
-        update. So the first goes before the second.
+        update. So the first goes before the second. Copying layers for each product comes last.
         """
         config = self._job.config
         mini = config.samples_per_mini_batch(self._job.processes)
         micros = [n for n in range(mini, 0, -1) if mini % n == 0]
-        for checkpointing, offload, micro in product((False, True), (False, True), micros):
+        ways = sorted(product((False, True), self._held), key=lambda way: way[1] == "layers")
+        for (checkpointing, offload), micro in product(ways, micros):
             actor = replace(config.actor, ppo_micro_batch_size_per_gpu=micro)
             for sampled in _halves(chunk_size(config)):
                 rollout = replace(config.rollout, micro_batch_size_per_gpu=sampled)

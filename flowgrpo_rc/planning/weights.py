@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -64,6 +65,13 @@ class Job:
         layers = [m for m in self.model.network.modules() if isinstance(m, QuantizedLinear)]
         plain = sum(numbers_in(layer) * layer.scale.itemsize for layer in layers)
         return plain - sum(map(_num_bytes, layers))
+
+    @cached_property
+    def on_host(self) -> Sequence[int]:
+        """The bytes of each weight of the transformers that stays on the host."""
+        layers = quantized_layers(self.model.network)
+        kept = [m.codes if isinstance(m, QuantizedLinear) else m.weight for m in layers]
+        return [w.nbytes for w in kept if self.config.model.offload_idle == "layers"]
 
     @property
     def transformers(self) -> int:
@@ -137,7 +145,7 @@ def memory(job: Job) -> list[Row]:
         rows.append(("reference", 4 * trained, _OF_LORA))
     if config.rollout.workers:
         name, copy, _ = _copy_that_samples(job, "ddp")
-        worker = sum(job.parts.values()) + 4 * trained + copy
+        worker = sum(job.parts.values()) - sum(job.on_host) + 4 * trained + copy
         rows.append((name, 0, f"in workers, each with a whole model: {as_size(worker)}"))
     else:
         rows.append(_copy_that_samples(job, job.strategy))
@@ -192,8 +200,8 @@ def on_the_host(job: Job) -> list[Row]:
     idle, rows = 0, []
     beside = ""
     if job.config.model.offload_idle:
-        idle, beside = job.others, ", beside the idle models"
-        formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"
+        idle, beside = job.others + sum(job.on_host), ", beside the idle models"
+        formula = f"what {here} process(es) offload: {as_size(idle)} each, pinned"
         rows.append(("idle models", here * idle, formula))
     if job.sleeps:
         formula = f"engines of {here} process(es): {as_size(job.engine)} each{beside}"
@@ -219,7 +227,10 @@ def _transformer(job: Job) -> Row:
     name = "transformers" if len(job.model.networks) > 1 else "transformer"
     held = precision(job.config.model.dtype, job.config.model.quantization)
     formula = f"{held} weights and buffers, {spread}"
-    return name, job.transformers // shards, formula
+    away = sum(job.on_host) - max(job.on_host, default=0)
+    if away:
+        formula += f", but for layers on the host, save one: {as_size(away)}"
+    return name, job.transformers // shards - away, formula
 
 
 def _copy_that_samples(job: Job, strategy: str) -> Row:

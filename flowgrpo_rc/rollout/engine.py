@@ -188,8 +188,8 @@ class RolloutEngine(ABC, Generic[R]):
 
     def check_quantization(self, spec: Spec) -> None:
         """Raises EngineError if weights are plain and the settings promise quantized ones."""
-        plain = self.plain_layers()
-        if "+" in spec.dtype and plain:
+        plain = self.plain_layers() if "+" in spec.dtype else None
+        if plain:
             raise EngineError(
                 f"the rollout engine does not quantize: rollout.dtype and rollout.quantization are "
                 f"{spec.dtype}, and {plain} linear layers of its blocks hold plain weights"

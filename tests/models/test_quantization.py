@@ -23,7 +23,7 @@ from flowgrpo_rc.models import causal_lm, quantization
 from flowgrpo_rc.models.architecture import build_architecture
 from flowgrpo_rc.models.base import DTYPES, ModelConfig, load_model
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
-from flowgrpo_rc.models.quantization import GROUPS, QuantizedLinear
+from flowgrpo_rc.models.quantization import GROUPS, QuantizedLinear, RestoredLinear
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rollout.replica import Replica
 
@@ -37,7 +37,7 @@ def restored(network: Any) -> Any:
     """Returns a copy whose quantized layers are plain ones with the restored weight."""
     found = nn.Sequential(copy.deepcopy(network))
     for name, child in list(found.named_modules()):
-        if isinstance(child, QuantizedLinear):
+        if isinstance(child, RestoredLinear):
             layer = nn.Linear(child.in_features, child.out_features)
             layer.weight, layer.bias = nn.Parameter(child.weight, requires_grad=False), child.bias
             found.set_submodule(name, layer)
@@ -88,15 +88,21 @@ def test_each_weight_becomes_the_nearest_level_of_its_group(name, dtype):
     assert (error <= nearest + rows.abs() * (2**-7 if dtype == torch.bfloat16 else 1e-6)).all()
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize(("name", "dtype"), [("int8", "bf16"), ("int4", "fp32"), ("nf4", "bf16")])
-def test_a_transformer_trains_samples_and_refers_to_the_restored_weights(name, dtype, checkpointed):
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dtype", "idle"),
+    [
+        *(("int8", "bf16", False), ("int4", "fp32", False), ("nf4", "bf16", False)),
+        *((None, "bf16", "layers"), (None, "fp32", "layers"), ("nf4", "bf16", "layers")),
+    ],
+)
+def test_a_transformer_trains_samples_and_refers_to_the_restored_weights(name, dtype, idle, again):
     path = str(assets.path("tiny_glyph_sd3"))
-    config = ModelConfig(path=path, dtype=dtype, lora_rank=4, quantization=name)
+    config = ModelConfig(path=path, dtype=dtype, lora_rank=4, quantization=name, offload_idle=idle)
     model = load_model(config, CPU)
     network = add_lora(model, config, seed=0)
     perturb(network, 0.01)
-    packed = [module for module in network.modules() if isinstance(module, QuantizedLinear)]
+    packed = [module for module in network.modules() if isinstance(module, RestoredLinear)]
     assert len(packed) == len(quantization.quantized_layers(network))
     text = model.encode(["A", "B"], max_sequence_length=16)
     inputs = normal((8, 8, 16), [1, 2]), torch.tensor([900.0, 500.0]), text, None
@@ -106,7 +112,7 @@ def test_a_transformer_trains_samples_and_refers_to_the_restored_weights(name, d
 
     found: list[list[torch.Tensor]] = []
     for one in (restored(network), network):
-        if checkpointed:
+        if again:
             one.train().enable_gradient_checkpointing()
         trained = velocity(one)
         trained.square().sum().backward()
@@ -122,6 +128,8 @@ def test_a_transformer_trains_samples_and_refers_to_the_restored_weights(name, d
     theirs = dict(rounded.named_parameters())
     for key, ours in network.named_parameters():
         assert (theirs[key].data_ptr() == ours.data_ptr()) == key.endswith(".codes")
+    staying = [layer.get_parameter(layer.kept) for layer in packed if idle]
+    assert {*staying} == {p for p in network.to("meta").parameters() if not p.is_meta}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

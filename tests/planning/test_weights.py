@@ -15,6 +15,7 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.architecture import build_architecture, unpack_architecture
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.quantization import quantized_layers
+from flowgrpo_rc.planning.fit import Fitter, Line
 from flowgrpo_rc.planning.plan import make_plan
 from flowgrpo_rc.planning.weights import Job, memory, on_the_host
 from flowgrpo_rc.planning.work import counts
@@ -244,6 +245,21 @@ def test_quantized_training_weights() -> None:
     assert job(SD35, own, nf4).engine == job(SD35, own).engine
 
 
+def test_layers_on_the_host() -> None:
+    """All weights of the blocks' linear layers but the largest, which may be on its way."""
+    for own in ("model.dtype=bf16", "model.quantization=nf4"):
+        runs = [job(SD35, own, f"model.offload_idle={idle}") for idle in ("true", "layers")]
+        whole, less = (sizes(run)["transformer"] for run in runs)
+        layers = quantized_layers(runs[1].model.network)
+        away = [(m.codes if "nf4" in own else m.weight).nbytes for m in layers]
+        assert whole - less == sum(away) - max(away) > whole / 2
+        assert on_the_host(runs[1])[0][1] - on_the_host(runs[0])[0][1] == sum(away)
+        found = Fitter(runs[0], needs={"rollout": Line(0, 0)}).candidates()
+        ways = [config.model.offload_idle for config in found]
+        assert ways == sorted(ways, key=lambda way: way == "layers")  # the last resort
+        assert "layers" in ways
+
+
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
     """The bundled job from its folder, and with the overrides of verl-omni."""
     overrides = ["trainer.nnodes=1", "actor_rollout_ref.rollout.n=24", "--processes", "2"]
@@ -275,6 +291,10 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
         (["--config-name", "token_grpo"], "model.kind=causal_lm"),
         (["--processes", "3"], "3 processes"),
         (["--processes", "0"], "--processes 0: give at least 1"),
+        (
+            ["model.offload_idle=layers", "rollout.dtype=bf16"],
+            "set rollout.name=diffusers, rollout",
+        ),
         (["--fit", "-1"], "--fit -1: give the GiB of a card, above 0, such as 24 or 24GB"),
         (["--fit", "24TB"], "--fit 24TB: give the GiB of a card"),
         ([QWEN, "rollout.pipeline.true_cfg_scale=null"], "true_cfg_scale"),

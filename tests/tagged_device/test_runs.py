@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.runs import read_rows
+from support.runs import read_rows, without_timings
 from support.tagged_runs import (
     IMAGES,
     MICRO_BATCH,
@@ -41,6 +41,21 @@ def test_images(name: str, tmp_path: Path) -> None:
     assert wrong(record) == []
     assert record.entered.keys() == {MICRO_BATCH, OPTIMIZER_STEP, ROLLOUT, STOCHASTIC_STEP}
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("quantization", ["null", "int8"])
+def test_layers_on_the_host(quantization: str, tmp_path: Path) -> None:
+    """They are sent for each product, without a wait, and no bit of a metric changes."""
+    shared = (*IMAGES, "model.dtype=bf16", "model.gradient_checkpointing=true")
+    found = []
+    for idle in ("true", "layers"):
+        own = (f"model.quantization={quantization}", f"model.offload_idle={idle}")
+        record = train(tmp_path / idle, (*shared, *own))
+        sent = [line for line in wrong(record) if "to device" in line and "quantization.py" in line]
+        assert wrong(record) == sent
+        assert len(sent) == (idle == "layers")
+        found.append(without_timings(read_rows(tmp_path / idle)))
+    assert found[0] == found[1]
 
 
 def test_text(tmp_path: Path) -> None:
