@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from support.plans import job
+from support.runs import VIDEO
+from support.subjects import make_subject
+from support.tiny_models import TINY
 from torch import nn
 
 from flowgrpo_rc.config.check_engine import chunk_size
-from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.base import adapters_by_pipeline
 from flowgrpo_rc.models.lora import add_lora
+from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.planning import activations
 from flowgrpo_rc.planning.activations import PeakMemory, phase_bytes
 from flowgrpo_rc.planning.fit import HEADROOM, Fitter, activations_of, gib_of
@@ -83,17 +87,32 @@ def test_few_blocks_tell_of_many() -> None:
     assert activations.measured(network, uneven) == 51**2
 
 
-def test_fake_tensors_find_what_real_ones_need(model: FlowModel) -> None:
-    """On the bundled model, with numbers in the tensors."""
-    run = job("rollout.dtype=fp32", "rollout.algo.tail_steps=null")
+@pytest.mark.parametrize("name", sorted(adapters_by_pipeline()))
+def test_fake_tensors_find_what_real_ones_need(saved: Any, name: str) -> None:
+    """With numbers in the tensors: the weights of each part, a rollout and an update."""
+    guided = [f"rollout.pipeline.{key}={value}" for key, value in TINY[name].guided.items()]
+    video = (*VIDEO, "reward.terms.ocr=null", "rollout.pipeline.num_frames=5")
+    run = job(
+        *("rollout.dtype=fp32", "rollout.algo.tail_steps=null", *guided),
+        *(f"model.path={saved(name)}", "model.target_modules=null", "actor.steps_per_forward=1"),
+        *("actor.ppo_micro_batch_size_per_gpu=4", *(video if TINY[name].num_frames else ())),
+    )
+    model = make_subject(name, saved).load()
+    for part, size in run.parts.items():
+        own = getattr(model.pipeline, part)
+        assert size == sum(tensor.nbytes for tensor in (*own.parameters(), *own.buffers())), part
     add_lora(model, run.config.model, seed=0)
-    faked = phase_bytes("rollout", run.config, run.model, 4)
+    network, *_ = transformers(model.network).values()
     spec = run.config.rollout.spec()
-    inputs = activations.blank_inputs(run.model, 4, spec)
-    real = [torch.zeros_like(one) for one in inputs[:2]]
+    *real, conditioning, negative = activations.blank_inputs(run.model, 4, spec)
+    inputs = (*map(torch.zeros_like, real), conditioning, negative, spec)
     with torch.no_grad(), PeakMemory() as memory:
-        model.velocity(model.network, real[0], real[1], inputs[2], inputs[3], spec)
-    assert faked == pytest.approx(memory.peak, rel=0.1)
+        model.velocity(network, *inputs)
+    assert phase_bytes("rollout", run.config, run.model, 4) == memory.peak
+    for _ in range(2):  # the second finds gradients to add to
+        with PeakMemory() as memory:
+            model.velocity(network, *inputs).square().mean().backward()
+    assert phase_bytes("update", run.config, run.model, 4) == pytest.approx(memory.peak, rel=0.01)
 
 
 NAMES = ("update", "rollout", "decoding", "evaluation", "shown")
