@@ -8,6 +8,7 @@ import sys
 
 import verification
 from support.documented import ROOT
+from support.tiny_models import TINY
 
 from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.models.base import adapters_by_pipeline
@@ -33,7 +34,11 @@ def test_every_family_and_every_recipe_has_a_row() -> None:
 
 
 def test_what_is_kept_is_what_there_is_to_run() -> None:
-    """No test has gone, and no family has a test that the page does not know."""
+    """No test has gone, and no family has a test that the page does not know.
+
+    Tests of one that needs a further package may have been skipped: its row says untested.
+    """
+    may_miss = {name for name, tiny in TINY.items() if tiny.packages}
     asked = {key: one["tests"] for key, one in verification.FEATURES.items()}
     here = [test for key, tests in asked.items() if key != OWN_ENVIRONMENT for test in tests]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *here]
@@ -45,7 +50,7 @@ def test_what_is_kept_is_what_there_is_to_run() -> None:
         kept = set(STORE[key]["passed"])
         assert kept <= found, RENEW
         rows = {verification.row_of(name, key) for name in found}
-        assert {verification.row_of(name, key) for name in kept} == rows, RENEW
+        assert rows - {verification.row_of(name, key) for name in kept} <= may_miss, RENEW
 
 
 def test_the_tests_of_vllm_omni_are_there_for_each_family_that_it_samples() -> None:
