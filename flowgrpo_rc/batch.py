@@ -115,6 +115,16 @@ class Conditioning:
             return self
         return replace(self, lengths=tuple(self.mask.sum(1).tolist()))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors by name, contiguous."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: x.contiguous() for name, x in values.items() if isinstance(x, Tensor)}
+
+    def to(self, device: torch.device) -> Conditioning:
+        """Returns the same on a device."""
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self.tensors().items()}
+        return replace(self, **moved)
+
     def tokens(self) -> Tensor:
         """Returns the mask of the tokens, bool, [P, L], also where None stands for all True."""
         if self.mask is None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,13 @@ from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.losses.auto_clip import AutoClip
-from flowgrpo_rc.models.base import load_model
+from flowgrpo_rc.models.base import FlowModel, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
+from flowgrpo_rc.models.config import INDEX_FILES
+from flowgrpo_rc.models.index import model_file
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
 from flowgrpo_rc.models.networks import transformers
+from flowgrpo_rc.models.prompt_cache import PromptCache
 from flowgrpo_rc.monitoring.expected_mismatch import (
     ENOUGH,
     LEAST,
@@ -56,6 +60,7 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.records.console import Console
+from flowgrpo_rc.records.inputs import model_inputs
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -65,6 +70,7 @@ from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.advantages import AdvantageEstimator
+from flowgrpo_rc.training.first_pass import encode_ahead
 from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.ahead import AheadSource
 from flowgrpo_rc.training.sources.engine import EngineSource
@@ -98,6 +104,9 @@ def assemble(
 
     task = make_task(config, processes)
     network = task.model.network
+    if config.model.prompt_cache is not None:
+        steps = range(max(1, first_step), config.trainer.total_training_steps + 1)
+        encode_ahead(task, prompts, processes, steps, config.actor.ppo_mini_batch_size)
     check_output(config, sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
     # An engine that copies the network has to see it whole, before it is sharded.
@@ -268,6 +277,8 @@ def make_task(config: Config, processes: Processes) -> Task:
         return TextTask(language, tokens, rollout, tf32=tf32)
     with processes.in_turn():
         model = load_model(config.model, processes.device)
+    if config.model.prompt_cache is not None:
+        model.prompt_cache = make_prompt_cache(config, model, processes)
     network = add_lora(model, config.model, seed)
     if checkpointing:
         for part in transformers(network).values():
@@ -288,6 +299,24 @@ def make_task(config: Config, processes: Processes) -> Task:
         seeded=config.data.replay_dir is None and engine_of(config).draws_seed_noise,
         tf32=tf32,
     )
+
+
+def make_prompt_cache(config: Config, model: FlowModel, processes: Processes) -> PromptCache:
+    """Makes what keeps encoded prompts; whatever changes their bits is part of its settings."""
+    device, left_out = processes.device, {*model.networks, "scheduler"}
+    folder = model_file(config.model.path, INDEX_FILES["diffusion"]).parent
+    read = model_inputs("model.path", folder).items()
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    settings = {
+        "files": {name: file.digest for name, file in read if name.split("/")[1] not in left_out},
+        "model": [str(type(model)), config.model.dtype, config.trainer.tf32],
+        # Libraries choose a kernel by machine and threads.
+        "machine": [card, torch.get_num_threads()],
+        "versions": [version(name) for name in ("torch", "transformers", "diffusers")],
+    }
+    given = str(config.model.prompt_cache)
+    place = None if given == "memory" else Path(given).expanduser()
+    return PromptCache(settings, place, by_batch=model.pads_to_longest)
 
 
 def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:

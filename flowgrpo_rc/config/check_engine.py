@@ -150,7 +150,13 @@ def engine_options(config: Config) -> dict[str, Any]:
 
 def check_engine(config: Config) -> None:
     """Raises ValueError if there is no such engine, or if it does not take the options."""
-    engine = engine_of(config)
+    engine, kept = engine_of(config), config.model.prompt_cache
+    sampled_here = config.data.replay_dir is None and not config.rollout.workers
+    if kept and not (sampled_here and engine.copies_network):
+        raise ValueError(
+            f"model.prompt_cache={kept} needs prompts that the trainer's process encodes: set "
+            "rollout.name=diffusers and rollout.workers=0 without data.replay_dir, or drop it"
+        )
     _check_cache(config, engine)
     if config.model.offload_idle == "layers" and not shares_weights(config, engine):
         raise ValueError(

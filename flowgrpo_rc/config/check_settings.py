@@ -339,6 +339,7 @@ def _check_filter(config: Config) -> None:
         (config.data.replay_dir is not None, "data.replay_dir: nothing is sampled"),
         (config.rollout.staleness, "rollout.staleness: steps are asked for before this one ends"),
         (config.actor.replay == "aligned", "actor.replay=aligned: groups are sampled anew alone"),
+        (config.model.prompt_cache, "model.prompt_cache: further prompts are not known ahead"),
         about="algorithm.filter_groups.enable=true does not go with ",
         end="; drop one of them",
     )

@@ -33,6 +33,7 @@ from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable, keep_layers_on_host
+from flowgrpo_rc.models.prompt_cache import Edit, PromptCache
 from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
@@ -40,9 +41,6 @@ from flowgrpo_rc.plugins import concrete_subclasses, load_class
 from flowgrpo_rc.reading import blaming, load_weights, loading
 
 CPU = torch.device("cpu")
-# A prompt's text and its images.
-Edit = tuple[str, tuple[str | bytes, ...]]
-
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -89,17 +87,20 @@ class FlowModel(ABC):
       thinking: the text encoder gets a prompt in its chat template, with this enable_thinking;
         None: it gets the text alone.
       masks_text: whether tokens of text have a mask, so that prompts may have several lengths.
+      pads_to_longest: whether prompts are encoded at the length of the longest of their batch.
       takes_flow_solvers: whether the stock pipeline, besides Euler's scheduler, takes solvers that
         walk the sigmas of a flow (use_flow_sigmas).
       optional_components: those of the pipeline that a checkpoint may lack, besides the ones that
         the pipeline's class can do without.
       unsupported_components: name in model_index.json -> why a checkpoint that has this component
         cannot be trained.
+      prompt_cache: keeps what `encode_edits` has encoded; None for nothing that lasts.
 
     Args:
       pipeline: the stock pipeline with its models. They are frozen here.
       device: where the models compute.
       offload_idle: keep text encoders and VAE on the CPU while nobody uses them.
+      offload_encoders: keep the text encoders there.
       decode_batch_size: samples that are decoded at once; None for all that are given.
     """
 
@@ -118,6 +119,7 @@ class FlowModel(ABC):
     text_width_key: ClassVar[str] = "joint_attention_dim"
     thinking: ClassVar[bool | None] = None
     masks_text: ClassVar[bool] = False
+    pads_to_longest: ClassVar[bool] = False
     takes_flow_solvers: ClassVar[bool] = False
     optional_components: ClassVar[tuple[str, ...]] = ()
     unsupported_components: ClassVar[Mapping[str, str]] = {}
@@ -128,10 +130,12 @@ class FlowModel(ABC):
         device: torch.device,
         *,
         offload_idle: bool = False,
+        offload_encoders: bool = False,
         decode_batch_size: int | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.device = device
+        self.prompt_cache: PromptCache | None = None
         modules = {
             name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)
         }
@@ -142,7 +146,7 @@ class FlowModel(ABC):
         encoders = [
             module for name, module in modules.items() if name not in (*self.networks, "vae")
         ]
-        self._encoders = Offloadable(encoders, device, offload=offload_idle)
+        self._encoders = Offloadable(encoders, device, offload=offload_idle or offload_encoders)
         self._decode_batch_size = decode_batch_size
         self._vae = Offloadable([modules["vae"]], device, offload=offload_idle)
 
@@ -422,6 +426,7 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
         pipeline,
         device,
         offload_idle=bool(config.offload_idle),
+        offload_encoders=config.prompt_cache is not None and device.type != "cpu",
         decode_batch_size=config.decode_batch_size,
     )
 

@@ -42,6 +42,9 @@ class ModelConfig:
     offload_idle: keep text encoders and VAE on the CPU while nobody uses them. `layers`: keep the
         weights of the transformer's blocks there, too, and copy each for every product; much
         slower, for a transformer that does not fit the card.
+    prompt_cache: encode all prompts of a run before its first step and keep the result, in the
+        host's `memory` or in a folder (a path with a /) that later runs use again, so that text
+        encoders leave the GPU; null encodes prompts whenever they are sampled.
     decode_batch_size: samples that the VAE decodes at once, in rollouts and evaluations: it needs
         more memory for a sample than anything else; null: all of a chunk.
     chat_template_kwargs: options of a language model's chat template, such as enable_thinking; a
@@ -59,6 +62,7 @@ class ModelConfig:
     target_modules: list[str] | None = None
     gradient_checkpointing: bool = False
     offload_idle: bool | str = False
+    prompt_cache: str | None = None
     decode_batch_size: int | None = None
     adapter: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -94,11 +98,16 @@ class ModelConfig:
             )
         for key in ("lora_rank", "lora_alpha", "decode_batch_size"):
             check_least(f"model.{key}", getattr(self, key), 1)
-        for key in ("offload_idle", "decode_batch_size", "adapter"):
+        for key in ("offload_idle", "prompt_cache", "decode_batch_size", "adapter"):
             value = getattr(self, key)
             if value not in (None, False) and self.kind != "diffusion":
                 given = "true" if value is True else value
                 raise ValueError(f"model.{key}={given} has no effect with model.kind={self.kind}")
+        kept = self.prompt_cache or "memory"
+        if kept != "memory" and ("/" not in kept or Path(kept).expanduser().is_file()):
+            raise ValueError(
+                f"model.prompt_cache={kept}: give memory, or a folder with a /, such as ./prompts"
+            )
         for name in set(self.chat_template_kwargs) & set(_TOKENIZING):
             raise ValueError(
                 f"model.chat_template_kwargs.{name}: it is set here; give options of the template"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.planning.activations import rows_at_once, samples_at_once
-from flowgrpo_rc.planning.weights import Job, Row, as_size, while_loading
+from flowgrpo_rc.planning.weights import Job, Row, as_size, memory, while_loading
 
 
 def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
@@ -34,9 +34,14 @@ def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
         steps.append(("rollout", sampling, formula))
         formula = f"activations of {samples['decoding']} samples in {in_vae}"
         steps.append(("decoding", found["decoding"] + vae, formula))
-    if idle:
+    encoders = job.others - job.parts["vae"]
+    if config.model.prompt_cache is not None:
+        other = sum(size for _, size, _ in memory(job)) - job.parts["vae"] + vae
+        formula = f"{as_size(encoders)} of text encoders, before all but the VAE"
+        steps.append(("first pass", max(0, encoders - other), formula))
+    elif idle:
         formula = "text encoders; their activations are small"
-        steps.append(("encoding", job.others - vae, formula))
+        steps.append(("encoding", encoders, formula))
     if config.trainer.val_before_train or config.trainer.test_freq >= 0:
         evaluation = max(found["evaluation"] + gathered, found["shown"] + vae)
         spec = config.rollout.held_out_spec()

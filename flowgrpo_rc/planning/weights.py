@@ -129,12 +129,14 @@ def memory(job: Job) -> list[Row]:
     config, trained = job.config, job.trained
     moment = 1 if config.actor.optim.name == "adamw_8bit" else 4
     idle = config.model.offload_idle
-    where = f"{config.model.dtype} encoders, fp32 VAE"
+    others, where = job.others, f"{config.model.dtype} encoders, fp32 VAE"
+    if config.model.prompt_cache is not None:
+        others, where = job.parts["vae"], "fp32 VAE; encoders only in the first pass"
     if idle:
-        where = f"on the CPU; {as_size(job.others)} while at work"
+        others, where = 0, f"on the CPU; {as_size(others)} while at work"
     rows = [
         _transformer(job),
-        ("text encoders, VAE", 0 if idle else job.others, where),
+        ("text encoders, VAE", others, where),
         ("LoRA", 4 * trained, _OF_LORA),
         ("gradients", 4 * trained, _OF_LORA),
         ("optimizer", 2 * moment * trained, f"two moments of {moment} byte(s) x LoRA parameters"),
@@ -196,11 +198,13 @@ def beside_tensors(job: Job, activations: int) -> list[Row]:
 
 def on_the_host(job: Job) -> list[Row]:
     """Returns the memory of a machine's host."""
-    here = job.processes // job.nodes
+    here, model = job.processes // job.nodes, job.config.model
     idle, rows = 0, []
     beside = ""
-    if job.config.model.offload_idle:
-        idle, beside = job.others + sum(job.on_host), ", beside the idle models"
+    kept = model.prompt_cache is not None
+    if model.offload_idle or kept:
+        idle = job.others + sum(job.on_host) - (0 if model.offload_idle else job.parts["vae"])
+        beside = ", beside the idle models"
         formula = f"what {here} process(es) offload: {as_size(idle)} each, pinned"
         rows.append(("idle models", here * idle, formula))
     if job.sleeps:
@@ -208,7 +212,9 @@ def on_the_host(job: Job) -> list[Row]:
         rows.append(("sleeping engines", here * (idle + job.engine), formula))
     loading = f"a pipeline{beside}; several where more memory is free"
     stored = sum(job.parts.values()) + job.saved
-    return [*rows, ("while loading", (here - 1) * idle + stored, loading)]
+    # Transformers are on the host in the first pass over prompts.
+    other = idle + job.transformers if kept else idle
+    return [*rows, ("while loading", (here - 1) * other + stored, loading)]
 
 
 def _num_bytes(part: nn.Module) -> int:

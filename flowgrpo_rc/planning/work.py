@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.planning.activations import blank_inputs, measured
-from flowgrpo_rc.planning.weights import Job
+from flowgrpo_rc.planning.weights import Job, as_size
 
 ASSUMED = 400e12  # operations that a card does in a second; the best of an H100 in bf16 is 990e12
 
@@ -41,7 +41,13 @@ def _samples(job: Job) -> list[Count]:
     on_a_rank = job.config.samples_per_step(job.processes)
     images = f"{prompts} prompts x {rollout.n}; {on_a_rank} on a rank"
     groups = f"{rollout.n} samples each; {prompts // job.processes} on a rank"
+    count = prompts * job.config.trainer.total_training_steps
+    blank = job.model.blank_conditioning(1, rollout.spec()).tensors()
+    size = sum(tensor.nbytes for tensor in blank.values())
+    formula = f"at most: {count:,} of training x {as_size(size)}, and held-out ones"
+    kept = [("kept prompts", as_size(count * size), formula)]
     return [
+        *(kept if job.config.model.prompt_cache else ()),
         (f"{job.model.makes}s per step", f"{prompts * rollout.n:,}", images),
         ("groups per step", f"{prompts:,}", groups),
         ("stochastic steps", str(size), window),

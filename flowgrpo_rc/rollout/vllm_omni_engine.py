@@ -18,7 +18,6 @@ from torch import Tensor
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, FlowModel, Schedule
 from flowgrpo_rc.plugins import check_choice, install_hint
-from flowgrpo_rc.policies.encode_prompts import moved
 from flowgrpo_rc.policies.flow import Trajectory
 from flowgrpo_rc.rollout.engine import (
     EngineLost,
@@ -302,7 +301,7 @@ def _conditioning(
         pooled=encoded.get(f"{prefix}pooled_prompt_embeds"),
         mask=None if mask is None or mask.all() else mask.bool(),
     )
-    return moved(found[rows], device)
+    return found[rows].to(device)
 
 
 def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:

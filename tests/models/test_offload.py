@@ -141,6 +141,12 @@ def test_the_vae_gets_no_more_at_once(checkpoint, model, monkeypatch, size, deco
         ({"offload_idle": True, "kind": "causal_lm"}, "model.offload_idle=true has no effect"),
         ({"offload_idle": "layers", "kind": "causal_lm"}, "model.offload_idle=layers has no"),
         ({"offload_idle": "blocks"}, "model.offload_idle=blocks: give true, false or layers"),
+        ({"prompt_cache": "disk"}, "model.prompt_cache=disk: give memory, or a folder"),
+        ({"prompt_cache": __file__}, f"model.prompt_cache={__file__}: give memory, or a folder"),
+        (
+            {"prompt_cache": "memory", "kind": "causal_lm"},
+            "model.prompt_cache=memory has no effect",
+        ),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:

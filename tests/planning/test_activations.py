@@ -138,6 +138,22 @@ def test_phases_follow_each_other() -> None:
     assert offloaded["encoding"] == encoders
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_first_pass_takes_the_place_of_the_transformer(offload: bool) -> None:
+    """Text encoders are on the card before anything else but the VAE, and then no more."""
+    settings = (SD35, f"model.offload_idle={str(offload).lower()}")
+    plain, run = job(*settings), job(*settings, "model.prompt_cache=memory")
+    vae = 0 if offload else run.parts["vae"]
+    rows = {name: size for name, size, _ in memory(run)}
+    assert rows["text encoders, VAE"] == vae
+    encoders = run.others - run.parts["vae"]
+    expected = {"first pass": encoders - sum(rows.values()) + vae, **sizes(*settings)}
+    expected.pop("encoding", None)
+    assert sizes(*settings, "model.prompt_cache=memory") == expected
+    assert on_the_host(run)[0][1] == encoders + run.parts["vae"] - vae
+    assert [row[0] for row in counts(run) if row not in counts(plain)] == ["kept prompts"]
+
+
 def test_evaluation_counts_at_its_own_size() -> None:
     large = ("rollout.val_kwargs.height=64", "rollout.val_kwargs.width=128")
     alike, larger = (Fitter(job(*BUNDLED, *own)) for own in ((), large))

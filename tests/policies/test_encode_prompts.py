@@ -1,18 +1,25 @@
-"""Held-out prompts are encoded once in a run, and what is kept gives the same bits."""
+"""Prompts are encoded once in a run, and what is kept gives the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields, replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from support.image_rollouts import make_spec
+from support.subjects import make_subject
 
 from flowgrpo_rc.batch import Conditioning, Prompt
-from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.policies.encode_prompts import KnownPrompts, encode_prompts
+from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
+from flowgrpo_rc.models.prompt_cache import PromptCache
+from flowgrpo_rc.policies.encode_prompts import encode_prompts, encode_unique
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, RolloutConfig
 from flowgrpo_rc.training.tasks.image import ImageTask
@@ -49,11 +56,11 @@ def assert_same(found: Conditioning | None, expected: Conditioning | None) -> No
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 def test_a_batch_is_encoded_once(model: FlowModel, calls: list[int], guidance: float) -> None:
     spec = make_spec("sde", guidance)
-    known = KnownPrompts(model, spec)
+    known = PromptCache({}, None, by_batch=True, limit=2**20)
     once = [2, 2] if guidance > 1 else [2]  # distinct prompts, and negatives
-    for prompts, expected in ((PROMPTS, once), (PROMPTS, []), (PROMPTS[:2], once)):
+    for prompts, expected in ((PROMPTS, once), (PROMPTS[:2], []), (PROMPTS[1:], once)):
         calls.clear()
-        found = known.encode(prompts)
+        found = encode_prompts(model, prompts, spec, known)
         assert calls == expected
         for ours, theirs in zip(found, encode_prompts(model, prompts, spec), strict=True):
             assert_same(ours, theirs)
@@ -64,11 +71,11 @@ def test_what_goes_beyond_the_limit_is_encoded_each_time(
 ) -> None:
     spec = make_spec("sde", 1.0)
     size = sum(tensor.nbytes for tensor in vars_of(encode_prompts(model, PROMPTS[:1], spec)[0]))
-    known = KnownPrompts(model, spec, limit=size)
+    known = PromptCache({}, None, by_batch=True, limit=size)
     calls.clear()
     for _ in range(3):
-        known.encode(PROMPTS[:1])
-        known.encode(PROMPTS[1:])
+        encode_prompts(model, PROMPTS[:1], spec, known)
+        encode_prompts(model, PROMPTS[1:], spec, known)
     assert calls == [1, 2, 2, 2]
 
 
@@ -91,3 +98,81 @@ def test_evaluations_after_the_first_call_no_encoder(model: FlowModel, calls: li
     again = task.sample(PROMPTS, SEEDS)
     assert len(calls) == 2
     assert np.array_equal(first.samples, again.samples)
+
+
+@pytest.mark.parametrize("in_folder", [False, True], ids=["memory", "folder"])
+@pytest.mark.parametrize("name", sorted(adapters_by_pipeline()))
+def test_every_family_keeps_its_bits(
+    name: str, in_folder: bool, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Prompts of one batch are asked for in others, unless these have other lengths."""
+    subject = make_subject(name, saved)
+    model, tiny = subject.load(), subject.tiny
+    spec = tiny.spec("sde", tiny.guided)
+    texts = ["ab", "cd", "two red cats and a dog", '"AB7X"']
+    prompts = [
+        Prompt(text=text, index=i, negative_text=texts[i - 1], images=tiny.images(i % 2))
+        for i, text in enumerate(texts)
+    ]
+    # The first four have every prompt in batches of 1, 2 or 4 that is asked for.
+    places = ([0, 1, 2, 3], [1, 3], [0, 2], [2], [3, 1, 0, 2], [0, 1], [2, 0, 2])
+    batches = [[prompts[place] for place in rows] for rows in places]
+    by_batch = model.pads_to_longest
+    cache = PromptCache({}, tmp_path if in_folder else None, by_batch=by_batch)
+    for asked, negative in product(batches if by_batch else batches[:4], (False, True)):
+        encode_unique(model, asked, spec, negative=negative, cache=cache)
+    for asked, negative in product(batches, (False, True)):
+        expected = encode_unique(model, asked, spec, negative=negative)
+        with patch.object(model, "encode_edits", side_effect=AssertionError("encoded again")):
+            found = encode_unique(model, asked, spec, negative=negative, cache=cache)
+        if found.images is not None and expected.images is not None:
+            shown = found.images[:, : expected.images.shape[1]]  # the rest is padding
+            found = replace(found, images=shown)
+        assert_same(found, expected.counted())
+
+
+SPEC = make_spec("sde", 1.0)
+EDITS = [("A", ()), ("B", (b"a picture",))]
+ROWS = Conditioning(embeds=torch.arange(24.0).view(2, 4, 3))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "another", "no file of ours"])
+def test_a_damaged_file_is_encoded_anew(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = PromptCache({}, tmp_path)
+    cache.keep(EDITS, SPEC, False, ROWS)
+    first, second = sorted(tmp_path.rglob("*.safetensors"))
+    content = {"truncated": first.read_bytes()[:-1], "another": second.read_bytes()}
+    first.write_bytes(content.get(damage, b"hello"))
+    assert cache.find(EDITS, SPEC, False) is None
+    (told,) = caplog.messages
+    assert str(first) in told
+    cache.keep(EDITS, SPEC, False, ROWS)
+    assert_same(cache.find(EDITS, SPEC, False), ROWS)
+
+
+def test_what_changes_an_encoding_is_looked_for(tmp_path: Path) -> None:
+    cache = PromptCache({"dtype": "fp32"}, tmp_path)
+    cache.keep(EDITS, SPEC, False, ROWS)
+    assert PromptCache({"dtype": "fp32"}, tmp_path).find(EDITS, SPEC, False) is not None
+    assert PromptCache({"dtype": "bf16"}, tmp_path).find(EDITS, SPEC, False) is None
+    assert cache.find(EDITS, replace(SPEC, max_sequence_length=99), False) is None
+    assert cache.find(EDITS, SPEC, True) is None
+    for other in (("C", ()), ("A", (b"a picture",)), ("B", (b"another",))):
+        assert cache.find([EDITS[0], other], SPEC, False) is None
+
+
+def keep_often(folder: Path) -> None:
+    cache = PromptCache({}, folder)
+    with patch.object(cache, "_read", return_value=None):  # as if none had been written yet
+        for _ in range(20):
+            cache.keep(EDITS, SPEC, False, ROWS)
+
+
+def test_processes_share_a_folder(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("forkserver")) as pool:
+        list(pool.map(keep_often, [tmp_path, tmp_path]))
+    assert_same(PromptCache({}, tmp_path).find(EDITS, SPEC, False), ROWS)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.suffix for path in files] == [".safetensors"] * len(EDITS)

@@ -18,10 +18,9 @@ _BUILT: dict[str, Job] = {}
 def job(*overrides: str, processes: int = 1, nodes: int = 1) -> Job:
     """Returns the run of some settings, whose prompts need not be there."""
     config = config_of(*overrides, *FILES, num_processes=processes)
-    # What these three say changes no model.
-    alike = replace(
-        config.model, offload_idle=False, gradient_checkpointing=False, decode_batch_size=None
-    )
+    # What these say changes no model.
+    plain = {"offload_idle": False, "gradient_checkpointing": False, "prompt_cache": None}
+    alike = replace(config.model, decode_batch_size=None, **plain)
     if repr(alike) not in _BUILT:
         _BUILT[repr(alike)] = job_of(config, processes, ARCHITECTURES)
     first = _BUILT[repr(alike)]

@@ -31,6 +31,7 @@ RUNS = {
     "step_kl": (*IMAGES, f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=auto:4"),
     "staleness": (*DECOUPLED, "rollout.staleness=1"),
     "offload": (*IMAGES, "model.offload_idle=true"),
+    "kept prompts": (*IMAGES, "model.prompt_cache=memory"),
     "train_n": (*IMAGES, "actor.train_n=1", "actor.ppo_micro_batch_size_per_gpu=1"),
 }
 

@@ -21,15 +21,18 @@ from flowgrpo_rc.evaluation.held_out import HeldOut
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.prompt_cache import PromptCache
 from flowgrpo_rc.monitoring.conditioning import EVERY, conditioning_error
 from flowgrpo_rc.monitoring.noise import observe_noise
 from flowgrpo_rc.monitoring.pictures import observe_pictures
-from flowgrpo_rc.policies.encode_prompts import KnownPrompts
+from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.samples import Shown, film_strips, save_animation, save_grid, with_sources
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import ImageRequest
 from flowgrpo_rc.training.tasks.task import Task
+
+_LIMIT = 2**30  # bytes of the host for held-out prompts, where nothing else keeps prompts
 
 
 @dataclass(eq=False)
@@ -49,7 +52,7 @@ class ImageTask(Task):
     def __post_init__(self) -> None:
         """Prepares the sampler of held-out samples, which keeps their encoded prompts."""
         self._held_out = self.config.held_out_spec()
-        self._known = KnownPrompts(self.model, self._held_out)
+        self._kept = self.model.prompt_cache or PromptCache({}, None, by_batch=True, limit=_LIMIT)
 
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
         """Asks for `rollout.n` samples of each prompt, with the windows that are drawn for them."""
@@ -125,7 +128,7 @@ class ImageTask(Task):
         model = self.model
         spec = self._held_out
         latents = normal(model.latent_shape(spec), seeds, "latents").to(model.device)
-        conditioning, negative = self._known.encode(prompts)
+        conditioning, negative = encode_prompts(model, prompts, spec, self._kept)
         trajectory = self.policy.rollout(
             latents,
             conditioning,
