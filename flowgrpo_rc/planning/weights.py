@@ -212,9 +212,8 @@ def on_the_host(job: Job) -> list[Row]:
         rows.append(("sleeping engines", here * (idle + job.engine), formula))
     loading = f"a pipeline{beside}; several where more memory is free"
     stored = sum(job.parts.values()) + job.saved
-    # Transformers are on the host in the first pass over prompts.
-    other = idle + job.transformers if kept else idle
-    return [*rows, ("while loading", (here - 1) * other + stored, loading)]
+    idle += job.transformers if kept else 0  # on the host in the first pass over prompts
+    return [*rows, ("while loading", (here - 1) * idle + stored, loading)]
 
 
 def _num_bytes(part: nn.Module) -> int:

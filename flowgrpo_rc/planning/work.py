@@ -43,9 +43,9 @@ def _samples(job: Job) -> list[Count]:
     groups = f"{rollout.n} samples each; {prompts // job.processes} on a rank"
     count = prompts * job.config.trainer.total_training_steps
     blank = job.model.blank_conditioning(1, rollout.spec()).tensors()
-    size = sum(tensor.nbytes for tensor in blank.values())
-    formula = f"at most: {count:,} of training x {as_size(size)}, and held-out ones"
-    kept = [("kept prompts", as_size(count * size), formula)]
+    each = sum(tensor.nbytes for tensor in blank.values())
+    formula = f"at most: {count:,} of training x {as_size(each)}, and held-out ones"
+    kept = [("kept prompts", as_size(count * each), formula)]
     return [
         *(kept if job.config.model.prompt_cache else ()),
         (f"{job.model.makes}s per step", f"{prompts * rollout.n:,}", images),
