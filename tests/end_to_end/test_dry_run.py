@@ -135,6 +135,7 @@ IMAGES = [
     ("model.offload_idle=true", "model.offload_idle=true"),
     ("model.prompt_cache=memory data.replay_dir=x", "model.prompt_cache=memory needs prompts"),
     ("model.prompt_cache=memory rollout.workers=1", "rollout.workers=0"),
+    ("model.prompt_cache=memory algorithm.filter_groups.enable=true", "are not known ahead"),
     ("model.prompt_cache=memory rollout.name=vllm_omni", "set rollout.name=diffusers"),
     ("algorithm.adv_estimator=flow_grpo algorithm.global_std=false", "adv_estimator=grpo"),
     ("rollout.staleness=1 data.replay_dir=x", "rollout.staleness=1"),
