@@ -133,6 +133,8 @@ CURVES = {
     "rejected_fraction": "rollout_corr/rollout_rs_masked_fraction",
     "mismatch": "rollout_corr/logprob_abs_diff_mean",
     "seconds": "timing_s/step",
+    "saved_blocks": "rollout/saved_blocks_fraction",
+    "rollout_seconds": "timing_s/rollout",
 }
 
 
