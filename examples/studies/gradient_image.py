@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     step: float = 0.1
     further: float = 0.4
     num_further: int = 2
-    rollouts: Sequence[str] = ("exact", "bf16", "int4", "bits2", "stale_8")
+    rollouts: Sequence[str] = ("exact", "bf16", "int4", "bits2", "stale_8", "cached")
 
 
 QUICK = Plan(moves=1, blocks=1, num_further=1, rollouts=("exact",))
@@ -116,16 +116,20 @@ def run_cell(images: Images, rollout: str, versions: Sequence[Lora], plan: Plan)
       plan: the size of the study.
 
     Returns:
-      The cell, with one slope for each block.
+      The cell, with one slope for each block, and the cosine with the gradient of exact rollouts
+      from the same noise.
     """
     start = time.process_time()
     given = {name: unbounded()[name] for name in ESTIMATORS}
     engine = images.engine(rollout, versions)
     near = []
     far = []
+    cosines = []
     for block in range(plan.blocks):
         # The gradient is the loss's, so the reward rises against it.
         directions = -images.gradients(engine, given, block)
+        exact = -images.gradients(images.exact, given, block)
+        cosines.append(torch.cosine_similarity(directions, exact).tolist())
         near.append(judge(images, versions[-1], directions, block, plan.step))
         if block < plan.num_further:
             far.append(judge(images, versions[-1], directions, block, plan.further))
@@ -136,6 +140,7 @@ def run_cell(images: Images, rollout: str, versions: Sequence[Lora], plan: Plan)
         "steps": [plan.step, plan.further],
         "slopes": dict(zip(given, torch.tensor(near).T.tolist(), strict=True)),
         "further": dict(zip(given, torch.tensor(far).T.tolist(), strict=True)),
+        "cosines": dict(zip(given, torch.tensor(cosines).T.tolist(), strict=True)),
         "cpu_seconds": round(time.process_time() - start),
     }
 

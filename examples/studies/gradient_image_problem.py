@@ -6,7 +6,8 @@ Legend: E estimators, B samples, T steps of the SDE window, P trained numbers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.rollout.engine import ImageRequest
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 
 sys.path.append(str(Path(__file__).parents[1]))  # examples/
 from bundled_models import glyphs
@@ -48,6 +49,16 @@ SPEC = SamplerSpec(
 )
 
 Lora = dict[str, Tensor]
+
+
+class Cached(DiffusersEngine):
+    """Skips the middle blocks on every second step, also of the window."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        """Samples as asked, but for the cache."""
+        steps = range(1, request.spec.num_inference_steps, 2)
+        spec = replace(request.spec, cached_steps=tuple(steps), cached_blocks=(1, 1))
+        yield from super().generate(replace(request, spec=spec))
 
 
 class Images:
@@ -80,9 +91,11 @@ class Images:
             engine = FewBits(self.model, self.network, dtype="bf16", bits=2, **size)
         elif rollout == "bf16":
             engine = DiffusersEngine(self.model, self.network, dtype="bf16", **size)
+        elif rollout == "cached":
+            engine = Cached(self.model, self.network, dtype="fp32", cached_blocks=(1, 1), **size)
         else:
             engine = DiffusersEngine(self.model, self.network, dtype="fp32", **size)
-            if rollout != "exact":
+            if rollout.startswith("stale"):
                 lora = versions[-1 - int(rollout.removeprefix("stale_"))]
         engine.sync_weights(lora, 0)
         return engine
