@@ -154,6 +154,9 @@ _ROLLOUT = _section(
     "What was sampled. `rollout/staleness_*` and `policy_version_*` are there with "
     "`rollout.staleness`, `workers/*` with `rollout.workers`.",
     """
+    scouts/reward | reward | With `rollout.redraw`: mean of the pool that the rollout has drawn.
+    scouts/reward_difference | reward | Mean |difference| of a chosen sample's reward when it is
+        drawn again.
     rollout/saved_blocks_fraction | fraction | With `rollout.cache`: evaluations of a block that
         were saved, of all that a rollout without it takes; one for each row of a forward.
     rollout/latents_16bit_fraction | fraction | Latents that 16 bits hold exactly; near 1, an engine

@@ -75,6 +75,7 @@ from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.ahead import AheadSource
 from flowgrpo_rc.training.sources.engine import EngineSource
 from flowgrpo_rc.training.sources.filtered import FilteredSource
+from flowgrpo_rc.training.sources.redrawn import RedrawnSource
 from flowgrpo_rc.training.sources.replay import ReplaySource
 from flowgrpo_rc.training.sources.source import RolloutSource
 from flowgrpo_rc.training.state import RunState
@@ -135,7 +136,10 @@ def assemble(
         rewards=rewards,
         algorithm=algorithm,
         advantages=AdvantageEstimator(
-            config.algorithm, rewards.weights, config.trained_n(), processes.sum
+            config.algorithm,
+            rewards.weights,
+            None if config.rollout.redraw else config.trained_n(),
+            processes.sum,
         ),
         update=update,
         mini_batch_size=config.samples_per_mini_batch(processes.count),
@@ -377,7 +381,8 @@ def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMo
 
 def make_health(config: Config) -> HealthMonitor:
     """Makes what watches the metrics and warns."""
-    precisions = (config.rollout.spec().dtype, config.model.dtype, config.trainer.mixed_precision)
+    dtype = config.trained_rollout().spec().dtype
+    precisions = (dtype, config.model.dtype, config.trainer.mixed_precision)
     setup = Setup.of(
         config.effective_correction(),
         text=config.model.kind == "causal_lm",
@@ -420,6 +425,8 @@ def make_source(
         mini_batch_size=config.actor.ppo_mini_batch_size,
         seed=config.trainer.seed,
     )
+    if rollout.redraw:
+        return _redrawn(config, source, processes)
     if config.algorithm.filter_groups.enable:
         return FilteredSource(source, config.algorithm)
     if rollout.staleness == 0:
@@ -432,6 +439,22 @@ def make_source(
         )
     steps = range(max(1, first_step), config.trainer.total_training_steps + 1)
     return AheadSource(source, rollout.staleness, steps=steps)
+
+
+def _redrawn(config: Config, scouts: EngineSource, processes: Processes) -> RedrawnSource:
+    """Adds an engine in the trainer's precision that draws chosen samples again."""
+    found = dataclasses.replace(config, rollout=config.trained_rollout())
+    task: Any = scouts.task
+    exact = dataclasses.replace(
+        scouts,
+        engine=make_engine(found, task.model),
+        task=dataclasses.replace(task, config=found.rollout),
+        config=found.rollout,
+    )
+    train_n = config.trained_n()
+    assert train_n is not None
+    estimator = AdvantageEstimator(config.algorithm, scouts.rewards.weights, None, processes.sum)
+    return RedrawnSource(scouts, exact, estimator, train_n)
 
 
 def make_engine(config: Config, model: Any) -> RolloutEngine[Any]:

@@ -110,18 +110,21 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
 
 
 def _check_cache(config: Config, engine: type[RolloutEngine[Any]]) -> None:
-    """Refuses `rollout.cache` where the engine or an aligned replay cannot have it."""
+    """Refuses cached and redrawn samples where the engine or an aligned replay cannot have them."""
     cache = config.rollout.cache
-    if cache.every == 1:
-        return
     refuse(
         (
-            not engine.caches_blocks,
+            config.rollout.redraw and not engine.copies_network,
+            f"rollout.redraw=true draws with a copy of the trainer's network, and rollout.name="
+            f"{config.rollout.name} loads its own: set rollout.name=diffusers, or drop it",
+        ),
+        (
+            cache.every > 1 and not engine.caches_blocks,
             f"rollout.cache.every={cache.every} has no effect with rollout.name="
             f"{config.rollout.name}: drop it",
         ),
         (
-            config.actor.replay == "aligned" and cache.window,
+            config.actor.replay == "aligned" and cache.every > 1 and cache.window,
             "actor.replay=aligned: with rollout.cache.window=true the rollout skips blocks that "
             "the update evaluates; drop one of them",
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 
 import torch
@@ -62,6 +62,8 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     _check_replayed(config)
     if config.algorithm.filter_groups.enable:
         _check_filter(config)
+    if config.rollout.redraw:
+        _check_redraw(config)
     _check_average(config)
 
 
@@ -342,6 +344,27 @@ def _check_filter(config: Config) -> None:
         (config.model.prompt_cache, "model.prompt_cache: further prompts are not known ahead"),
         about="algorithm.filter_groups.enable=true does not go with ",
         end="; drop one of them",
+    )
+
+
+def _check_redraw(config: Config) -> None:
+    """Samples are drawn again in the trainer's process, at once, and other than before."""
+    rollout, correction = config.rollout, config.algorithm.rollout_correction
+    refuse(
+        (config.model.kind == "causal_lm", "is for images"),
+        (config.trained_n() is None, "needs actor.train_n below rollout.n"),
+        (
+            config.trained_rollout() == replace(rollout, merge_lora=False),
+            "has no effect: the rollout is exact; set rollout.quantization or rollout.cache",
+        ),
+        (config.data.replay_dir is not None, "does not go with data.replay_dir"),
+        (config.trainer.save_rollouts, "does not go with trainer.save_rollouts"),
+        (rollout.workers > 0, "does not go with rollout.workers"),
+        (rollout.staleness > 0, "does not go with rollout.staleness"),
+        (config.algorithm.filter_groups.enable, "does not go with algorithm.filter_groups"),
+        (correction.excludes_rejected, f"does not go with {KEY}.exclude_rejected"),
+        about="rollout.redraw=true ",
+        end="; change one of them, or drop rollout.redraw",
     )
 
 

@@ -26,7 +26,7 @@ from flowgrpo_rc.monitoring.expected_mismatch import relative_size
 from flowgrpo_rc.plugins import in_seconds, load_class
 from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.rewards.manager import RewardConfig
-from flowgrpo_rc.rollout.config import PACKAGE, RolloutConfig
+from flowgrpo_rc.rollout.config import PACKAGE, CacheConfig, RolloutConfig
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
@@ -170,7 +170,7 @@ class Config:
         None if older weights made the samples, the engine rounds in a format of its own, or skips
         blocks at recorded steps; see `relative_size`.
         """
-        rollout = self.rollout
+        rollout = self.trained_rollout()
         if (
             self.knows_no_log_probs()
             or not self.fresh()
@@ -222,6 +222,13 @@ class Config:
         """Returns the samples of a prompt that are trained on; None for all of them."""
         chosen = self.actor.train_n
         return None if chosen is None or chosen >= self.rollout.n else chosen
+
+    def trained_rollout(self) -> RolloutConfig:
+        """Returns the settings of the samples that are trained on."""
+        if not self.rollout.redraw:
+            return self.rollout
+        exact = replace(self.rollout, dtype=self.model.dtype, quantization=None, merge_lora=False)
+        return replace(exact, cache=CacheConfig())
 
     def shares_evenly(self, num_processes: int) -> bool:
         """Returns whether each of so many processes gets whole groups and whole micro-batches."""

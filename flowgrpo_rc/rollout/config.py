@@ -193,6 +193,9 @@ class RolloutConfig:
     quantization: of the frozen weights of the blocks, where the engine offers it: int8, int4, fp8,
         or int8_dynamic (inputs of layers, too).
     compile: torch.compile for the blocks, where the engine offers it.
+    redraw: draw the actor.train_n samples of a prompt that are trained on again, in the trainer's
+        precision and with all blocks, from the same noise, and score them again; the rollout only
+        chooses them.
     merge_lora: add the LoRA to the sampling weights, where the engine offers it: faster forwards,
         and weights that are rounded once more; null: if that is possible, costs no precision
         (model.dtype is not bf16) and actor.replay is not aligned.
@@ -218,6 +221,7 @@ class RolloutConfig:
     dtype: str = "bf16"
     quantization: str | None = None
     compile: bool = False
+    redraw: bool = False
     merge_lora: bool | None = False
     staleness: int = 0
     micro_batch_size_per_gpu: int | None = None

@@ -56,12 +56,13 @@ class ImageRequest(RolloutRequest):
     window: Tensor  # the steps of the schedule that are stochastic, [B, T] int64
     keep_means: bool = False  # whether the batch has to hold their means (`prev_sample_mean`)
     decode: bool = True  # False if rewards score the latents alone
+    noise_seeds: Sequence[int] | None = None  # of the initial noise, where `seeds` do not tell
 
     @property
     def latent_seeds(self) -> Sequence[int]:
         """Returns the seeds of the initial noise, [B]; with a shared prefix one for each prompt."""
-        if not self.spec.shared_prefix:
-            return self.seeds
+        if self.noise_seeds is not None or not self.spec.shared_prefix:
+            return self.noise_seeds or self.seeds
         n = self.samples_per_prompt
         return [self.seeds[row // n * n] for row in range(len(self.seeds))]
 

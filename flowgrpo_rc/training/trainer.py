@@ -128,8 +128,9 @@ class Trainer:
             batch = self._begin(collected.batch, step)
         with self._timed("reward_wait"):
             rewards = collected.rewards()
-            # Here, since it waits for the rewards of the other processes.
-            advantages = self.advantages.of(batch, rewards, self._metrics)
+            advantages = collected.advantages
+            if advantages is None:  # here, since it waits for the rewards of the other processes
+                advantages = self.advantages.of(batch, rewards, self._metrics)
         record_rewards(self._metrics, rewards, prefix="reward", total="mean")
         if self.config.save_rollouts:
             saved = SavedRollout(collected.batch, rewards, self.task.origin())

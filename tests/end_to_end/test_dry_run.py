@@ -33,6 +33,8 @@ from flowgrpo_rc.training import config as training_config
 
 RC = "algorithm.rollout_correction"
 NO_MEANS = "rollout.name=support.faulty_engines.NoMeans"
+EXACT = "rollout.merge_lora=false"
+REDRAW = "rollout.n=4 actor.train_n=2 rollout.dtype=bf16 rollout.redraw=true"
 CACHE = "rollout.cache.every=2 rollout.cache.window=true"
 GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
 TEXT = ("--config-name=token_grpo", "trainer.device=cpu", "trainer.output_dir=run")
@@ -150,6 +152,12 @@ IMAGES = [
     (f"{CACHE} actor.replay=aligned", "actor.replay=aligned: with rollout.cache.window=true"),
     (f"{CACHE} rollout.name=vllm_omni", "rollout.cache.every=2 has no effect with rollout.name"),
     (CACHE, "leaves nothing to reuse: a SD3Transformer2DModel has 2 blocks"),
+    # Samples that are drawn again.
+    ("rollout.redraw=true", "rollout.redraw=true needs actor.train_n below rollout.n"),
+    (f"rollout.n=4 actor.train_n=2 {EXACT} rollout.redraw=true", "the rollout is exact"),
+    (f"{REDRAW} rollout.workers=1", "rollout.redraw=true does not go with rollout.workers"),
+    (f"{REDRAW} trainer.save_rollouts=true", "does not go with trainer.save_rollouts"),
+    (f"{REDRAW} {RC}.exclude_rejected=true", f"does not go with {RC}.exclude_rejected"),
     # The rollout correction.
     (f"{RC}.rollout_is=always", "rollout_is='always'"),
     (f"{RC}.bypass_mode=true actor.old_log_probs=recompute", "actor.old_log_probs=recompute"),

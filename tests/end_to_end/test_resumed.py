@@ -26,13 +26,14 @@ BYPASS = (
     f"{RC}.rollout_rs=token_k1",
     f"{RC}.rollout_rs_threshold=auto:4",
 )
+CACHED = (
+    f"model.path={assets.path('tiny_glyph_sd3')}",
+    "rollout.cache.every=2",
+    "rollout.cache.window=true",
+)
 CASES = {
-    "cached": (
-        *BYPASS,
-        f"model.path={assets.path('tiny_glyph_sd3')}",
-        "rollout.cache.every=2",
-        "rollout.cache.window=true",
-    ),
+    "cached": (*BYPASS, *CACHED),
+    "redrawn": (*BYPASS, *CACHED, "rollout.n=4", "actor.train_n=2", "rollout.redraw=true"),
     "bypass_some": (*BYPASS, "rollout.algo.sde_type=sde", "rollout.n=6", "actor.train_n=2"),
     "bypass_sliding": (
         *BYPASS,

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support.runs import NFT, Train, read_rows
+from torch import Tensor
 
-from flowgrpo_rc.batch import Batch
+from flowgrpo_rc import assets
+from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.records.rollout_files import SavedRollout
 from flowgrpo_rc.training import journal
 from flowgrpo_rc.training.advantages import AdvantageEstimator
+from flowgrpo_rc.training.sources.engine import EngineSource
+from flowgrpo_rc.training.sources.source import Collected
 from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
@@ -102,3 +106,55 @@ def test_text_is_trained_on_the_same_way(train_text: Train, seen: Any) -> None:
     assert train_text(*few, "trainer.total_training_steps=1") == 0
     given, whole = seen
     assert (len(given[0]), len(whole[0][1])) == (4, 16)
+
+
+REDRAWN = (
+    *SOME,
+    f"model.path={assets.path('tiny_glyph_sd3')}",
+    "rollout.cache.every=2",
+    "rollout.cache.window=true",
+    "rollout.redraw=true",
+)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_chosen_samples_are_drawn_again_as_the_trainer_does(
+    train: Train, tmp_path: Path, seen: Any, monkeypatch: pytest.MonkeyPatch, shared_prefix: bool
+) -> None:
+    """Those of an exact rollout with the same seeds; their group is the pool, scored anew."""
+    noted: list[tuple[Tensor, Rewards]] = []
+    receive = EngineSource._receive
+
+    def noting(self: EngineSource, *given: Any) -> Collected:
+        found = receive(self, *given)
+        rewards = found.rewards()
+        noted.append((found.batch.seed, rewards))
+        return found._replace(rewards=lambda: rewards)
+
+    monkeypatch.setattr(EngineSource, "_receive", noting)
+    common = (f"rollout.algo.shared_prefix={shared_prefix}", "trainer.total_training_steps=1")
+    assert train(*REDRAWN, *BYPASS, "rollout.dtype=fp32", *common) == 0
+    row = read_rows(tmp_path / "run")[1]
+    (trained,), ((advantages, _),) = seen
+    (pool, first), (again, second) = noted
+    place = [pool.tolist().index(seed) for seed in again.tolist()]
+    assert [one // 6 for one in place] == [one // 2 for one in range(len(again))]
+    combined = first.total.clone()
+    combined[place] = second.total
+    groups = combined.view(-1, 6)
+    # FlowGRPO divides by the deviation of the batch.
+    spread = (combined - combined.mean()).square().mean().sqrt() + 1e-4
+    wanted = ((groups - groups.mean(1, keepdim=True)) / spread).flatten()[place]
+    torch.testing.assert_close(advantages, wanted, rtol=1e-6, atol=1e-9)
+    assert not torch.equal(second.total, first.total[place])
+    assert row["actor/rollout_corr/logprob_abs_diff_mean"] == pytest.approx(0, abs=1e-7)
+    assert row["scouts/reward"] == pytest.approx(first.total.mean().item())
+    difference = (second.total - first.total[place]).abs().mean().item()
+    assert row["scouts/reward_difference"] == pytest.approx(difference)
+    del noted[:], seen[0][:]
+    exact = [word for word in REDRAWN if not word.startswith(("rollout.cache", "rollout.redraw"))]
+    whole = (*exact, *BYPASS, "rollout.dtype=fp32", "actor.train_n=null", *common)
+    assert train(*whole, f"trainer.output_dir={tmp_path / 'exact'}") == 0
+    order = {seed: row for row, seed in enumerate(seen[0][0].seed.tolist())}
+    rows = torch.tensor([order[seed] for seed in trained.seed.tolist()])
+    torch.testing.assert_close(trained.all_latents, seen[0][0].all_latents[rows], rtol=0, atol=1e-5)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,19 @@ class EngineSource(RolloutSource):
                 )
         return collected
 
+    def redraw(self, step: int, rows: Sequence[int]) -> Collected:
+        """Samples the given rows of a step alone, in order; there are as many of each prompt."""
+        prompts = self.prompts(step)
+        request: Any = self.task.request(prompts, self._seeds(prompts, 0))
+        chosen = replace(
+            request,
+            samples_per_prompt=len(rows) // len(prompts.prompts),
+            seeds=[request.seeds[row] for row in rows],
+            noise_seeds=[request.latent_seeds[row] for row in rows],
+            window=request.window[list(rows)],
+        )
+        return self._receive(chosen, self.engine.generate(chosen))
+
     def ask(self, step: int) -> Callable[[], Collected]:
         """Asks for a step with the engine's present weights; returns what waits for the samples."""
         return self._ask(self.prompts(step))
@@ -88,7 +101,7 @@ class EngineSource(RolloutSource):
             check_settings(request.spec, chunk.batch.spec)
             self.task.check_rollout(chunk.batch)
             batches.append(chunk.batch)
-            groups = Groups(chunk.batch.group.tolist(), self.config.n)
+            groups = Groups(chunk.batch.group.tolist(), request.samples_per_prompt)
             handles.append(self.rewards.submit(chunk.samples, chunk.prompts, chunk.latents, groups))
             shown.append(Shown.of(chunk.samples, chunk.prompts))
             blocks.append(chunk.blocks)

@@ -22,6 +22,7 @@ class Collected(NamedTuple):
     shown: Shown = Shown()
     metrics: MetricBag | None = None
     teaches: bool = True  # False if no group of any process does: then there is no update
+    advantages: Tensor | None = None  # [B]; None: they follow from the rewards
 
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and the newest version of the weights that made a sample."""
