@@ -251,4 +251,4 @@ def docstring_lines(node: ast.FunctionDef) -> int:
 
 def test_the_training_room_is_one_sitting_a_file_and_one_evening():
     lines = [len(file.read_text().splitlines()) for file in (ROOT / "training").rglob("*.py")]
-    assert sum(lines) <= 1850
+    assert sum(lines) <= 1950

@@ -122,7 +122,7 @@ def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) 
 
     What is not known of the origin may be left out. Tensors are not read.
     """
-    here = dataclasses.asdict(spec) | dict(origin)
+    here = json.loads(json.dumps(dataclasses.asdict(spec) | dict(origin)))
     # A rollout of an older version lacks settings that came later, and was sampled without them.
     defaults = {
         field.name: field.default
@@ -132,7 +132,8 @@ def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) 
     for path in paths:
         there = read_header(path)
         precision = {"dtype": spec.dtype, "tf32": spec.tf32}
-        found = defaults | there["spec"] | there["origin"] | precision
+        # JSON has lists for tuples.
+        found = json.loads(json.dumps(defaults | there["spec"] | there["origin"] | precision))
         different = [
             f"{key}: {found.get(key)!r} there, {here.get(key)!r} here"
             for key in here.keys() | there["spec"].keys()
