@@ -451,8 +451,7 @@ def _redrawn(config: Config, scouts: EngineSource, processes: Processes) -> Redr
         task=dataclasses.replace(task, config=found.rollout),
         config=found.rollout,
     )
-    train_n = config.trained_n()
-    assert train_n is not None
+    train_n = config.trained_n() or 0  # it has been checked that there is a number
     estimator = AdvantageEstimator(config.algorithm, scouts.rewards.weights, None, processes.sum)
     return RedrawnSource(scouts, exact, estimator, train_n)
 
