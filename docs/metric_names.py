@@ -328,7 +328,8 @@ _COST = _section(
     timing_s/old_log_prob | seconds | Before the rewards: the recompute of the old policy, in
         decoupled mode where the update's forwards do not give it, and in some steps of both modes
         the forwards of `mismatch_over_expected`.
-    timing_s/reward_wait | seconds | Waiting for rewards after the sampling.
+    timing_s/reward_wait | seconds | Waiting for rewards after the sampling; where each mini-batch
+        waits for its own, it is part of `update`, too.
     timing_s/update | seconds | Forwards, backwards and optimizer.
     timing_s/sync_weights | seconds | Handing the LoRA to the engine.
     timing_s/evaluation | seconds | Held-out samples and their rewards.

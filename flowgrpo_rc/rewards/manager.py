@@ -12,10 +12,12 @@ import logging
 import math
 import re
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import accumulate
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -261,6 +263,16 @@ class RewardManager:
             return Rewards(total=total, valid=total.isfinite(), parts=parts)
         total = _nothing(sum(handle.num_samples for handle in handles))
         return Rewards(total=total, valid=total.isnan(), parts=parts)
+
+    def first(self, handles: Sequence[RewardHandle], count: int) -> Rewards:
+        """Waits for the chunks of the first `count` samples; the others are not valid yet.
+
+        Their parts are not told. No reward may compare groups.
+        """
+        ends = [*accumulate(handle.num_samples for handle in handles)]
+        known = self.collect(handles[: bisect_left(ends, count) + 1]).total
+        total = torch.cat([known, _nothing(ends[-1] - len(known))])
+        return Rewards(total=total, valid=total.isfinite(), parts={})
 
     def taking_part(self, *, grouped: bool) -> list[str]:
         """Returns the terms that score samples which come as groups, or which do not."""

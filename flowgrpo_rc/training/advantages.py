@@ -26,6 +26,11 @@ class AdvantageEstimator:
     train_n: int | None
     all_reduce: AllReduce
 
+    @property
+    def by_group(self) -> bool:
+        """Returns whether a group alone decides on its advantages and on who is trained on."""
+        return self.train_n is None and self.config.adv_estimator in ("grpo", "dr_grpo", "rloo")
+
     def of(self, batch: Batch, rewards: Rewards, metrics: MetricBag) -> Tensor:
         """Returns the advantage of each sample, float64 [B]."""
         device = batch.group.device

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.algorithms.algorithm import Algorithm
-from flowgrpo_rc.batch import Batch
+from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
@@ -126,6 +126,10 @@ class Trainer:
         # Before the rewards are waited for: they are scored while this computes.
         with self._timed("old_log_prob"):
             batch = self._begin(collected.batch, step)
+        early = collected.first if self.advantages.by_group else None
+        if early is not None:
+            with self._timed("update"):
+                self._update(batch, early)
         with self._timed("reward_wait"):
             rewards = collected.rewards()
             advantages = collected.advantages
@@ -136,8 +140,9 @@ class Trainer:
             saved = SavedRollout(collected.batch, rewards, self.task.origin())
             self.journal.rollout(step, saved)
         trained = self.advantages.chosen(advantages, batch, self._metrics)
-        with self._timed("update"):
-            self._update(trained)
+        if early is None:
+            with self._timed("update"):
+                self._update(trained)
         self.algorithm.finish(self._metrics)
         names = partial(self.task.policy.cell_names, collected.batch)
         self.journal.decisions(step, self.algorithm, collected, rewards, names)
@@ -160,17 +165,41 @@ class Trainer:
             return self.algorithm.begin(batch, step)
         return self.algorithm.begin(batch.select(order), step).select(order.argsort())
 
-    def _update(self, batch: Batch) -> None:
+    def _update(self, batch: Batch, early: Callable[[int], Rewards] | None = None) -> None:
+        """Trains; with `early` each mini-batch waits for the rewards of its own groups alone."""
         order = self.task.policy.order(batch, self.mini_batch_size)
+        ready = None
         try:
+            whole = batch
             batch = batch if order is None else batch.select(order)
-            metrics = self.update.run(batch, self.mini_batch_size)
+            if early is not None:
+                advantages = torch.zeros(batch.step_mask.shape, device=batch.group.device)
+                batch = batch.replace(advantages=advantages)
+                ready = partial(self._fill, advantages, order, whole, early)
+            metrics = self.update.run(batch, self.mini_batch_size, ready)
             if self._step == self.config.total_training_steps:
                 self.update.check_trained()
         except FloatingPointError as error:
             left = self.update.tensors()
             raise self.journal.explained(self._step, error, batch, left) from error
         self._metrics.merge(metrics, "actor")
+
+    def _fill(
+        self,
+        advantages: Tensor,
+        order: Tensor | None,
+        batch: Batch,
+        early: Callable[[int], Rewards],
+        count: int,
+    ) -> None:
+        """Writes the advantages [B, T] that are known with the first `count` rewards of a batch.
+
+        Groups without rewards only lack theirs: the sums over other groups have the same bits.
+        """
+        with self._timed("reward_wait"):
+            found = self.advantages.of(batch, early(count), MetricBag()).float()
+        found = found if order is None else found[order]
+        advantages.copy_(found.unsqueeze(1))  # mini-batches are views of it
 
     def _evaluate(self) -> None:
         """Scores held-out samples and asks the suites, with the average of the LoRA."""

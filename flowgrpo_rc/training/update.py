@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -77,13 +77,21 @@ class PolicyUpdate:
         """Returns the LoRA tensors by name (detached views)."""
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
-    def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
-        """Takes all optimizer steps of an iteration, each on so many samples of this process."""
+    def run(
+        self, batch: Batch, samples_per_mini_batch: int, ready: Callable[[int], None] | None = None
+    ) -> MetricBag:
+        """Takes all optimizer steps of an iteration, each on so many samples of this process.
+
+        Before the first use of a mini-batch, `ready` is asked to fill in the advantages of all
+        samples up to its end, in place.
+        """
         metrics = MetricBag()
         self._updates_here = 0
         minis = self._algorithm.before_update(batch.split(samples_per_mini_batch))
-        for _ in range(self._config.ppo_epochs):
+        for epoch in range(self._config.ppo_epochs):
             for index, mini in enumerate(minis):
+                if ready is not None and epoch == 0:
+                    ready((index + 1) * samples_per_mini_batch)
                 minis[index] = self._mini_batch(mini, metrics)
                 self._updates_here += 1
         metrics.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))

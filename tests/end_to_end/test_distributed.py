@@ -70,6 +70,8 @@ MODES = {
         f"{RC}.rollout_rs_threshold=auto:4",
         f"{RC}.bypass_level=window",
         "actor.diffusion_loss.loss_mode=grpo_guard",
+        "algorithm.adv_estimator=grpo",
+        "rollout.micro_batch_size_per_gpu=2",
     ),
     # A group of samples that start from one state, with fewer evaluations behind a sliding window,
     # of which some are trained on.

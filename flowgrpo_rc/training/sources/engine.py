@@ -110,7 +110,8 @@ class EngineSource(RolloutSource):
         if self.config.cache.every > 1:
             saved, evaluations = torch.tensor(blocks, dtype=torch.float64).sum(0)
             metrics.ratio("rollout/saved_blocks_fraction", saved, evaluations)
-        collected = Collected(concat(batches), rewards, shown=Shown.join(shown), metrics=metrics)
+        early = None if handles[0].members else partial(self.rewards.first, handles)
+        collected = Collected(concat(batches), rewards, Shown.join(shown), metrics, early)
         self.engine.check_quantization(request.spec)
         if self._pushed is not None and self._pushed[1] in collected.versions():
             self.engine.check_weights(*self._pushed)

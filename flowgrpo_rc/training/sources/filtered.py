@@ -77,7 +77,8 @@ class FilteredSource(RolloutSource):
         teaches = source.processes.any(not bool(self._equal(scored).all()))
         if not teaches:
             logger.warning("step %d: no update, since the rewards of all groups are equal", step)
-        return Collected(scored.batch, lambda: scored.rewards, scored.shown, metrics, teaches)
+        batch, rewards, shown = scored
+        return Collected(batch, lambda: rewards, shown, metrics, teaches=teaches)
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Gives the engine the LoRA after `version` steps."""

@@ -21,6 +21,8 @@ class Collected(NamedTuple):
     rewards: Callable[..., Rewards]  # may take the `earlier` ones of `collect_rewards`
     shown: Shown = Shown()
     metrics: MetricBag | None = None
+    # Waits for the rewards of so many first samples alone; None if they come all at once.
+    first: Callable[[int], Rewards] | None = None
     teaches: bool = True  # False if no group of any process does: then there is no update
     advantages: Tensor | None = None  # [B]; None: they follow from the rewards
 
