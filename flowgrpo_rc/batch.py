@@ -411,16 +411,6 @@ class Rewards:
         parts = {name: values[index] for name, values in self.parts.items()}
         return Rewards(total=self.total[index], valid=self.valid[index], parts=parts)
 
-    def replaced(self, index: Tensor, others: Rewards) -> Rewards:
-        """Returns rewards in which those at the positions `index`, int64 [B'], are `others`."""
-
-        def put(mine: Tensor, theirs: Tensor) -> Tensor:
-            return mine.index_copy(0, index, theirs)
-
-        parts = {name: put(values, others.parts[name]) for name, values in self.parts.items()}
-        total, valid = put(self.total, others.total), put(self.valid, others.valid)
-        return Rewards(total=total, valid=valid, parts=parts)
-
     @classmethod
     def join(cls, several: Sequence[Rewards]) -> Rewards:
         """Joins the rewards of several batches, in order."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -40,11 +41,9 @@ class CacheTrial(NamedTuple):
 def settings_to_try(rollout: RolloutConfig) -> list[RolloutConfig]:
     """Returns the settings with each cache, the one that saves most first, none twice."""
     tried: dict[tuple[int, ...], RolloutConfig] = {}
-    for every in EVERY:
-        for window in (False, True):
-            cache = replace(rollout.cache, every=every, window=window)
-            setting = replace(rollout, cache=cache)
-            tried.setdefault(setting.cached_steps(), setting)
+    for every, window in product(EVERY, (False, True)):
+        setting = replace(rollout, cache=replace(rollout.cache, every=every, window=window))
+        tried.setdefault(setting.cached_steps(), setting)
     tried.pop((), None)
     return [tried[steps] for steps in sorted(tried, key=len, reverse=True)]
 
@@ -101,15 +100,11 @@ def with_cache(settings: Settings, trials: Sequence[CacheTrial]) -> Settings:
     """Returns the settings with the cache that `cheapest` finds, and a sentence about it."""
     found = cheapest(trials)
     chosen: dict[str, Any] = {}
-    note = (
-        f"No cache has a correlation of {AGREEMENT} with the advantages of all blocks and a "
-        "mismatch that the correction carries."
-    )
+    note = f"No cache has advantages that agree by {AGREEMENT} and a mismatch that is carried."
     if found is not None:
         chosen = {"rollout.cache.every": found.every, "rollout.cache.window": found.window}
         note = (
-            f"A sample does with {1 - found.saved:.0%} of its block evaluations: the advantages "
-            f"have a correlation of {found.agreement:.3f} with those of all blocks, and the "
-            f"mismatch is {found.mismatch:.1e}."
+            f"A sample does with {1 - found.saved:.0%} of its block evaluations: the correlation "
+            f"of advantages is {found.agreement:.3f}, and the mismatch {found.mismatch:.1e}."
         )
     return replace(settings, values=settings.values | chosen, notes=[*settings.notes, note])

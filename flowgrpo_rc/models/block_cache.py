@@ -50,16 +50,22 @@ class BlockCache:
         self._index = 0
         self._stretches: list[_Stretch] = []
         for transformer in transformers(network).values():
+            uncounted = num_blocks(transformer)  # by its first stretch, which every forward enters
             for blocks, middle in middle_blocks(transformer, computed):
-                stretch = _Stretch(self, len(blocks), len(middle))
+                stretch = _Stretch(self, uncounted, len(middle))
                 self._stretches.append(stretch)
+                uncounted = 0
                 for place in middle:
                     blocks[place] = _CachedBlock(blocks[place], stretch, place - middle.start)
 
     def start(self, steps: Sequence[int]) -> None:
-        """Forgets all residuals before a walk, whose evaluations `steps` are cached ones."""
+        """Begins to count a walk, whose evaluations `steps` are cached ones."""
         self._steps, self._index = frozenset(steps), -1
         self.evaluations = self.skipped = 0
+
+    def end(self) -> None:
+        """Forgets the residuals of a walk."""
+        self.place = self.rows = None
         for stretch in self._stretches:
             stretch.stored.clear()
 
@@ -70,20 +76,14 @@ class BlockCache:
         for stretch in self._stretches:
             stretch.calls = 0
 
-    def counted(self) -> tuple[int, int]:
-        """Returns how many evaluations of a block, one for each row, the walk has saved, and all
-        with them.
-        """
-        return self.skipped, self.evaluations
-
 
 def middle_blocks(transformer: Any, computed: Sequence[int]) -> list[tuple[nn.ModuleList, range]]:
     """Returns the lists of a transformer's blocks, each with the places of those to skip.
 
     ValueError if nothing is left between `computed`, or if there is no such list.
     """
-    lists = [getattr(transformer, name) for name in LISTS if hasattr(transformer, name)]
-    total = sum(map(len, lists))
+    lists = _lists(transformer)
+    total = num_blocks(transformer)
     if sum(computed) >= total:
         name = type(transformer).__name__
         number = f"has {total} blocks" if total else f"keeps its blocks in none of {LISTS}"
@@ -101,12 +101,20 @@ def middle_blocks(transformer: Any, computed: Sequence[int]) -> list[tuple[nn.Mo
     return found
 
 
+def num_blocks(transformer: Any) -> int:
+    """Returns how many blocks a transformer has."""
+    return sum(map(len, _lists(transformer)))
+
+
+def _lists(transformer: Any) -> list[nn.ModuleList]:
+    return [getattr(transformer, name) for name in LISTS if hasattr(transformer, name)]
+
+
 def saved_share(network: nn.Module, computed: Sequence[int], cached: int, steps: int) -> float:
     """Returns the share of a sample's block evaluations that `cached` of `steps` steps save."""
     parts = transformers(network).values()
     middle = sum(len(skipped) for part in parts for _, skipped in middle_blocks(part, computed))
-    total = sum(len(getattr(part, name, ())) for part in parts for name in LISTS)
-    return middle / total * cached / steps
+    return middle / sum(map(num_blocks, parts)) * cached / steps
 
 
 class _Stretch:

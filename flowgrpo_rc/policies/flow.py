@@ -111,9 +111,12 @@ class FlowPolicy(Policy[DiffusionBatch]):
                 self._cache.next_step()
             return self._velocity(x, timesteps, conditioning, negative, spec, group)
 
-        return sample_trajectory(
+        found = sample_trajectory(
             velocity, schedule, latents, spec, window, noise, keep_means=keep_means
         )
+        if self._cache is not None:
+            self._cache.end()
+        return found
 
     def transition(self, piece: DiffusionBatch) -> Transition:
         """Computes the Gaussians of recorded steps, all in one forward.

@@ -59,7 +59,7 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
         model, spec = self._model, request.spec
         shape = model.latent_shape(spec)
         conditioning, negative = self._encode(request)
-        blocks = self._cached_blocks if spec.cached_steps else ()
+        cache, blocks = self._cache, self._cached_blocks if spec.cached_steps else ()
         for rows in request.chunks(self._chunk_size):
             seeds = request.seeds[rows.start : rows.stop]
             latent_seeds = request.latent_seeds[rows.start : rows.stop]
@@ -86,7 +86,7 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
                 negative,
                 spec=replace(self._replica.spec(spec), cached_blocks=blocks),
                 version=self._replica.version,
-                blocks=(0, 0) if self._cache is None else self._cache.counted(),
+                blocks=(cache.skipped, cache.evaluations) if cache else (0, 0),
             )
 
     def _encode(self, request: ImageRequest) -> tuple[Conditioning, Conditioning | None]:

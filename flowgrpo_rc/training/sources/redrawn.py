@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from flowgrpo_rc.batch import Rewards
 from flowgrpo_rc.core.advantages import farthest
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.training.advantages import AdvantageEstimator
@@ -40,7 +42,10 @@ class RedrawnSource(RolloutSource):
         both = scored.valid & scouted.valid
         metrics.mean("scouts/reward", rewards.total, rewards.valid)
         metrics.mean("scouts/reward_difference", (scored.total - scouted.total).abs(), both)
-        advantages = self.advantages.of(pool.batch, rewards.replaced(index, scored), metrics)
+        order = torch.arange(len(rewards.total))
+        order[index] = len(order) + torch.arange(len(index))  # where the new ones stand in both
+        newest = Rewards.join([rewards, scored]).select(order)
+        advantages = self.advantages.of(pool.batch, newest, metrics)
         squares = advantages**2
         metrics.ratio("advantages/trained_fraction", squares[rows], squares)
         return Collected(
