@@ -217,6 +217,10 @@ _COMPARE = {
     "run_dir": _option("folders of runs", nargs="+"),
     "--out": _option("the page (%(default)s)", default="compare.html", metavar="FILE"),
 }
+_DIAGNOSE = {
+    "dump": _option("a .safetensors file, or a folder of them", metavar="DUMP"),
+    "--out": _option("the page (%(default)s)", default="diagnosis.html", metavar="FILE"),
+}
 _SERVE_REWARD = {
     "reward": _option("such as ocr, or the full path of a class", metavar="NAME"),
     "options": _words("the reward's options, such as batch_size=8", metavar="key=value"),
@@ -260,6 +264,10 @@ COMMANDS = {
         },
     ),
     "compare": ("one page about two to four runs", _COMPARE),
+    "diagnose": (
+        "say why a run of verl-omni, UniRL or flow_grpo collapses, from a dump of its trajectories",
+        _DIAGNOSE,
+    ),
     "serve-reward": ("a reward over HTTP, for the remote reward of a run", _SERVE_REWARD),
     "doctor": (
         "check the installation, and what a GPU can do of a run",

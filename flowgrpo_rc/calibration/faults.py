@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, SamplerSpec
 from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, with_guidance
 from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.core.schedule import shift_sigmas
+from flowgrpo_rc.core.search import fit
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw
 from flowgrpo_rc.models.base import FlowModel, Schedule
@@ -38,8 +40,6 @@ EMBEDDED = (1.0, 2.5, 3.5, 5.0, 7.0)  # usual guidance of transformers that take
 # Sizes to try where there is no mismatch to explain.
 TYPICAL_SHIFT = 1.1
 TYPICAL_SCALE = 1.01
-GOLDEN = (math.sqrt(5) - 1) / 2  # a search shrinks its interval by this in every round
-TOLERANCE = 1e-4  # of a fitted size, relative
 # What may be done to the text of a prompt.
 TEXTS: Mapping[str, Callable[[str], str]] = {
     "stripped": str.strip,
@@ -292,8 +292,8 @@ def rescheduled(schedule: Schedule, piece: DiffusionBatch) -> DiffusionBatch:
 
 
 def shifted(timesteps: Tensor, shift: float, piece: DiffusionBatch) -> DiffusionBatch:
-    """Moves a step, its timestep in proportion, to shift x sigma / (1 + (shift - 1) x sigma)."""
-    sigmas = shift * piece.sigmas / (1 + (shift - 1) * piece.sigmas)
+    """Moves a step to shifted sigmas, its timestep in proportion."""
+    sigmas = shift_sigmas(piece.sigmas, shift)
     others = timesteps * (sigmas / piece.sigmas)[:-1]
     return piece.replace(sigmas=sigmas, all_timesteps=others[piece.step_indices])
 
@@ -335,29 +335,3 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     """Returns the mean |difference| where `ours` is a number; inf if it is a number nowhere."""
     known = ~ours.isnan()
     return (ours - theirs)[known].double().abs().mean().item() if known.any() else math.inf
-
-
-def fit(residual: Callable[[float], float], grid: Sequence[float]) -> float:
-    """Returns the positive number with the least residual, near the best of an ascending grid.
-
-    It is found by golden-section search on a logarithmic scale. Settings are usually short numbers,
-    so a shorter number wins if it is as good. The number of the grid wins if the residual has
-    several valleys and the search ends in a shallower one.
-    """
-    best = min(range(len(grid)), key=lambda index: residual(grid[index]))
-    low = math.log(grid[max(best - 1, 0)])
-    high = math.log(grid[min(best + 1, len(grid) - 1)])
-    # Each round looks at two places, one of which is a place of the round before. Rounding makes
-    # the two equal, so the cache has its residual.
-    at = lru_cache(maxsize=None)(lambda place: residual(math.exp(place)))
-    while high - low > TOLERANCE:
-        left = high - GOLDEN * (high - low)
-        right = low + GOLDEN * (high - low)
-        if at(round(left, 9)) < at(round(right, 9)):
-            high = right
-        else:
-            low = left
-    found = math.exp((low + high) / 2)
-    # min returns the first of equals, so the shortest number comes first.
-    shorter = [float(f"{found:.{digits}g}") for digits in (1, 2, 3, 4)]
-    return min([*shorter, found, grid[best]], key=residual)

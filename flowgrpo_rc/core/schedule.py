@@ -157,3 +157,8 @@ def draw_times(seeds: Sequence[int], num_steps: int, count: int | None) -> Tenso
     # A permutation, then a cut: T levels are a prefix of all, whatever T is.
     orders = [torch.randperm(num_steps, generator=generator(seed, "times")) for seed in seeds]
     return torch.stack(orders)[:, :count]
+
+
+def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
+    """Computes noise levels of any shape under a shift: shift sigma / (1 + (shift - 1) sigma)."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)

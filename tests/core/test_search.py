@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowgrpo_rc.calibration.faults import fit
+from flowgrpo_rc.core.search import fit
 
 
 @pytest.mark.parametrize("size", [0.31, 1.01, 1.2345678, 3.0, 6.9])
