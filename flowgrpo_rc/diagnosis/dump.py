@@ -1,13 +1,12 @@
-"""Steps of any trainer in safetensors files, of which no more is read than is looked at.
+"""Steps that another trainer sampled, from a safetensors file; no more is read than is looked at.
 
-Legend: B samples, T steps of each, N = B T steps in all, S steps of the schedule, D elements.
+Legend: B samples, T steps of each, S steps of the schedule, D elements of a latent.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,196 +18,152 @@ from flowgrpo_rc.core.transition import KINDS
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 
 MOST_SAMPLES = 256  # that are looked at
-MOST_ELEMENTS = 2**26  # of their latents
-MOST_NUMBERS = 2**24  # of any other tensor
+MOST_ELEMENTS = 2**26  # of a tensor that is read
 PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
-TABLES = ("rollout_log_probs", "old_log_probs", "new_log_probs", "timesteps", "step_indices")
-# What the code of each trainer calls a tensor. The first name tells whose dump it is.
-TRAINERS: Mapping[str, Mapping[str, str]] = {
-    "flow_grpo": {"next_latents": "next_latents", "log_probs": "rollout_log_probs"},
-    "UniRL": {"sde_logp": "rollout_log_probs", "sde_indices": "step_indices", "sde_means": "means"},
-    "flowgrpo_rc": {"prompt_index": "prompt_index", "prev_sample_mean": "means"},
-    "verl-omni": {"all_latents": "latents", "old_prev_sample_mean": "means"},
+# What tensors and settings are called in the code of flow_grpo, UniRL, verl-omni and this package.
+NAMES = {
+    **{"log_probs": "rollout_log_probs", "sde_logp": "rollout_log_probs"},
+    **{"sde_means": "means", "old_prev_sample_mean": "means", "prev_sample_mean": "means"},
+    **{"all_latents": "latents", "all_timesteps": "timesteps", "sde_indices": "step_indices"},
+    **{"eta": "noise_level", "clip_range": "clip_ratio"},
 }
-COMMON = {"all_latents": "latents", "all_timesteps": "timesteps"}
-SETTINGS = {"eta": "noise_level", "clip_range": "clip_ratio"}
+OWN = {"log_probs": "flow_grpo", "sde_logp": "UniRL", "all_timesteps": "verl-omni"}
 
 
 class Dump(NamedTuple):
     """What is looked at; None where it was not dumped."""
 
-    trainer: str  # a key of `TRAINERS`, or `unknown`
-    settings: Mapping[str, Any]  # sde_type, noise_level; clip_ratio, guidance_scale if told
-    steps: int  # T
-    start: Tensor  # states before the steps, fp32 [N, D]
-    end: Tensor  # states behind the steps, [N, D]
-    means: Tensor | None  # that `end` was drawn about, [N, D]
-    tables: Mapping[str, Tensor]  # those of `TABLES` that there are, float64 [N]
-    sigmas: Tensor  # the schedule, float64 [S+1]; nan where it is unknown
-    place: Tensor  # of each step in the schedule, int64 [N]
-    advantages: Tensor | None  # of every sample, float64
-    group: Tensor | None  # of every sample
-
-
-class _File:
-    """A file whose tensors have their documented names."""
-
-    def __init__(self, path: Path, handle: Any) -> None:
-        self.path, self.handle = path, handle
-        keys = list(handle.keys())
-        self.trainer = next((name for name, own in TRAINERS.items() if next(iter(own)) in keys), "")
-        known = COMMON | dict(TRAINERS.get(self.trainer, {}))
-        self.names = {known.get(key, key): key for key in keys}
-
-    def shape(self, name: str) -> list[int]:
-        """Returns the shape of a tensor that must be there."""
-        if name not in self.names:
-            there = ", ".join(sorted(self.names)) or "nothing"
-            raise ValueError(f"{self.path} has no tensor {name!r}; it holds {there}")
-        return list(self.handle.get_slice(self.names[name]).get_shape())
-
-    def read(self, name: str, rows: int | None = None) -> Tensor | None:
-        """Reads the first rows of a tensor, or all of a small one; None if there is none."""
-        if name not in self.names:
-            return None
-        if rows is None and math.prod(self.shape(name)) > MOST_NUMBERS:
-            raise ValueError(f"{self.path}: {name} is too large: {self.shape(name)}")
-        found: Tensor = self.handle.get_slice(self.names[name])[:rows]
-        broken = (~torch.isfinite(found)).nonzero().tolist()
-        if broken:
-            raise ValueError(
-                f"{self.path}: {len(broken)} numbers of {name} are nan or inf, the first at "
-                f"{broken[0]}: find their cause first"
-            )
-        return found
+    settings: Mapping[str, Any]  # sde_type, noise_level, clip_ratio and others that were told
+    start: Tensor  # states before the steps, fp32 [B, T, D]
+    end: Tensor  # states behind the steps, [B, T, D]
+    means: Tensor | None  # that these were drawn about, [B, T, D]
+    rollout: Tensor  # log-probs of the policy that sampled, float64 [B, T]
+    old: Tensor | None  # of the training graph before any update, [B, T]
+    new: Tensor | None  # of the training graph after an update, [B, T]
+    timesteps: Tensor | None  # [B, T]
+    sigmas: Tensor  # the schedule, float64 [S+1]; nan where it is not known
+    place: Tensor  # of each step in the schedule, int64 [B, T]
+    advantages: Tensor | None  # float64, of all samples of the file
+    group: Tensor | None  # of all samples of the file
 
 
 def read_dump(path: Path) -> Dump:
-    """Reads a .safetensors file or a folder of them; ValueError for anything else."""
-    there = sorted(path.iterdir()) if path.is_dir() else [path]
-    paths = [one for one in there if one.suffix == ".safetensors" and one.exists()]
+    """Reads a .safetensors file, or the first one of a folder; ValueError for anything else."""
+    there = sorted(path.iterdir()) if path.is_dir() else [path, path.with_suffix(".json")]
+    files = [one for one in there if one.suffix == ".safetensors" and one.exists()]
     pickles = [one for one in there if one.suffix in PICKLES]
-    if pickles and not paths:
+    if pickles and not files:
         raise ValueError(
             f"{pickles[0]} is a pickle, which can run code when it is read: save the tensors with "
             "safetensors.torch.save_file, as docs/diagnose.md shows for each trainer"
         )
-    if not paths:
-        raise ValueError(f"{path}: give a .safetensors file, or a folder of them")
-    with ExitStack() as stack:
-        files = []
-        for one in paths:
-            with blaming(one):
-                files.append(_File(one, stack.enter_context(safe_open(one, framework="pt"))))
-        beside = there if path.is_dir() else [path.with_suffix(".json")]
-        return _dump(files, [one for one in beside if one.suffix == ".json" and one.exists()])
+    if not files:
+        raise ValueError(f"{path}: give a .safetensors file that exists, or a folder with one")
+    with blaming(path), safe_open(files[0], framework="pt") as handle:
+        told = dict(handle.metadata() or {})
+        if "rollout" in told:
+            told |= parse_mapping(told["rollout"])["spec"] | {"trainer": "flowgrpo_rc"}
+        for one in there:
+            told |= read_mapping(one) if one.suffix == ".json" and one.exists() else {}
+        own = [trainer for name, trainer in OWN.items() if name in handle.keys()]  # noqa: SIM118
+        told = {"trainer": (*own, "unknown")[0]} | told
+        return _dump(handle, _checked({NAMES.get(name, name): told[name] for name in told}))
 
 
-def _settings(file: _File, beside: list[Path]) -> dict[str, Any]:
-    """Reads numbers and words from a file's metadata and from small JSON files beside it."""
-    found: dict[str, Any] = dict(file.handle.metadata() or {})
-    if "rollout" in found:  # of this package
-        with blaming(file.path):
-            found |= parse_mapping(found["rollout"])["spec"]
-    for one in beside:
-        found |= read_mapping(one)
-    found |= {known: found[name] for name, known in SETTINGS.items() if name in found}
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings with numbers as numbers."""
     for name in ("noise_level", "clip_ratio", "guidance_scale"):
-        with blaming(f"{file.path}: {name}={found.get(name)!r}"):
-            if name in found and not 0 < (number := float(found[name])) < math.inf:
-                raise ValueError("it has to be above 0")
-            found |= {name: number} if name in found else {}
-    if "noise_level" not in found or found.get("sde_type") not in KINDS:
-        raise ValueError(
-            f"{file.path} needs noise_level and sde_type ({', '.join(KINDS)}), in its metadata or "
-            f"in a JSON beside it; it has {found.get('noise_level')} and {found.get('sde_type')}"
-        )
-    return found
+        if name in settings:
+            settings[name] = float(settings[name])
+            if not 0 < settings[name] < math.inf:
+                raise ValueError(f"{name}={settings[name]:g} must be above 0")
+    if "noise_level" not in settings or settings.get("sde_type") not in KINDS:
+        kinds = f"noise_level and sde_type ({', '.join(KINDS)})"
+        raise ValueError(f"it needs {kinds}, in its metadata or in a JSON of the same name")
+    return settings
 
 
-def _dump(files: list[_File], beside: list[Path]) -> Dump:
-    """Reads the latents of the first file, and all of what is small."""
-    file = files[0]
-    (rows, steps, *_), shape = [*file.shape(TABLES[0]), 0], file.shape("latents")
-    kept, own = file.read("indices"), file.read("step_indices")  # UniRL keeps some states alone
-    at = list(range(shape[1])) if kept is None else kept.tolist()
-    starts = list(range(steps)) if kept is None or own is None else own.tolist()
-    ends = starts if "next_latents" in file.names else [start + 1 for start in starts]
-    size = math.prod(shape[1:])
-    if len(shape) < 3 or not {*starts, *ends} <= {*at} or shape[0] != rows or not steps:
-        raise ValueError(
-            f"{file.path}: latents {shape} do not fit rollout_log_probs {file.shape(TABLES[0])}: "
-            "give latents [B, T+1, ...] and the log-probs [B, T] of their steps"
-        )
-    samples = min(rows, MOST_SAMPLES, MOST_ELEMENTS // max(size, 1))
-    if not samples:
-        raise ValueError(f"{file.path}: one sample has {size} numbers: dump fewer steps")
+def _dump(handle: Any, settings: dict[str, Any]) -> Dump:
+    names = {NAMES.get(key, key): key for key in handle.keys()}  # noqa: SIM118, it is no mapping
 
-    def states(name: str, places: list[int]) -> Tensor | None:
-        found = file.read(name, samples)
-        if found is None:
+    def shape(name: str) -> list[int]:
+        if name not in names:
+            raise ValueError(f"it has no tensor {name!r}, but {', '.join(sorted(names))}")
+        return list(handle.get_slice(names[name]).get_shape())
+
+    def read(name: str, samples: int | None = None) -> Tensor | None:
+        if name not in names:
             return None
-        if list(found.shape[2:]) != shape[2:] or found.shape[1] <= max(places):
-            raise ValueError(f"{file.path}: {name} {list(found.shape)} do not fit latents {shape}")
-        return found[:, places].float().flatten(2).flatten(0, 1)
+        if math.prod([samples or 1, *shape(name)[samples is not None :]]) > MOST_ELEMENTS:
+            raise ValueError(f"{name} has shape {shape(name)}, which is too large to look at")
+        found: Tensor = handle.get_slice(names[name])[:samples]
+        broken = (~torch.isfinite(found)).nonzero().tolist()
+        if broken:
+            raise ValueError(f"{len(broken)} numbers of {name} are nan or inf, as at {broken[0]}")
+        return found
 
-    def column(name: str) -> Tensor | None:
-        found = file.read(name)
-        if found is None:
-            return None
-        if found.shape not in ((rows, steps), (rows, 1), (steps,)):
-            raise ValueError(f"{file.path}: {name} {list(found.shape)} is not [{rows}, {steps}]")
-        return found.double().expand(rows, steps)[:samples].flatten()
+    rows, steps, *_ = [*shape("rollout_log_probs"), 0]
+    size = math.prod(shape("latents")[1:])
+    if not steps or len(shape("latents")) < 3 or not size or shape("latents")[0] != rows:
+        both = f"latents {shape('latents')} and log-probs {shape('rollout_log_probs')}"
+        raise ValueError(f"{both} do not fit: give latents [B, T+1, ...] and log-probs [B, T]")
+    samples = min(rows, MOST_SAMPLES, max(MOST_ELEMENTS // size, 1))
 
-    def joined(name: str) -> Tensor | None:
-        parts = [part for one in files if (part := one.read(name)) is not None]
-        return torch.cat(parts) if parts else None
+    def table(name: str) -> Tensor | None:
+        found = read(name)
+        if found is not None and found.shape not in ((rows, steps), (rows, 1), (steps,)):
+            raise ValueError(f"{name} has shape {list(found.shape)}, not [{rows}, {steps}]")
+        return None if found is None else found.double().expand(rows, steps)[:samples]
 
-    begins = [at.index(place) for place in starts]
-    start = states("latents", begins)
-    behind = [at.index(place) for place in ends]
-    end = states("next_latents" if "next_latents" in file.names else "latents", behind)
-    assert start is not None and end is not None
-    tables = {name: found for name in TABLES if (found := column(name)) is not None}
-    sigmas, place = _schedule(file, tables, steps)
-    settings = _settings(file, beside)
+    def states(name: str, first: int) -> Tensor:
+        found = read(name, samples)
+        if found is None or found.shape[2:] != tuple(shape("latents")[2:]):
+            raise ValueError(f"{name} {shape(name)} do not fit latents {shape('latents')}")
+        if found.shape[1] < first + steps:
+            raise ValueError(f"{name} {shape(name)} have too few states for {steps} log-probs")
+        return found[:, first : first + steps].flatten(2).float()
+
+    follows = "next_latents" not in names
+    timesteps, advantages = table("timesteps"), read("advantages")
+    sigmas, place = _schedule(read("sigmas"), timesteps, table("step_indices"), steps)
+    rollout = table("rollout_log_probs")
+    assert rollout is not None
     return Dump(
-        trainer=settings.get("trainer") or file.trainer or "unknown",
         settings=settings,
-        steps=steps,
-        start=start,
-        end=end,
-        means=states("means", list(range(steps))),
-        tables=tables,
+        start=states("latents", 0),
+        end=states("latents", 1) if follows else states("next_latents", 0),
+        means=states("means", 0) if "means" in names else None,
+        rollout=rollout,
+        old=table("old_log_probs"),
+        new=table("new_log_probs"),
+        timesteps=timesteps,
         sigmas=sigmas,
-        place=place,
-        advantages=joined("advantages"),
-        group=joined("group"),
+        place=place.expand(samples, steps),
+        advantages=None if advantages is None else advantages.double().reshape(rows, -1)[:, 0],
+        group=read("group"),
     )
 
 
-def _schedule(file: _File, tables: Mapping[str, Tensor], steps: int) -> tuple[Tensor, Tensor]:
-    """Returns the noise levels and where each step is in them."""
-    sigmas, timesteps = file.read("sigmas"), tables.get("timesteps")
+def _schedule(
+    sigmas: Tensor | None, timesteps: Tensor | None, steps: Tensor | None, count: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the noise levels [S+1] and where each step is in them, [B, T] or [T]."""
     if sigmas is None:
         if timesteps is None:
-            raise ValueError(f"{file.path} has neither sigmas nor timesteps: dump one of them")
+            raise ValueError("it has neither sigmas nor timesteps: dump one of them")
         given = timesteps.unique().flip(0)
         # Where the last step ends is not known.
         sigmas = torch.cat([given / 1000, given.new_tensor([math.nan])])
-        return sigmas, (timesteps.unsqueeze(1) == given).nonzero()[:, 1]
-    sigmas = sigmas.double().flatten()
-    if not (sigmas.diff() < 0).all() or not 0 <= sigmas[-1] < sigmas[0] <= 1:
-        raise ValueError(f"{file.path}: sigmas have to fall, from at most 1 to at least 0")
-    place = torch.arange(len(tables[TABLES[0]])) % steps
-    if "step_indices" in tables:
-        place = tables["step_indices"].long()
-    elif len(sigmas) != steps + 1 and timesteps is not None:
-        least, place = (timesteps.unsqueeze(1) / 1000 - sigmas[:-1]).abs().min(1)
-        if least.max() > 2e-3:  # of another schedule, so the nearest window has to do
-            windows = sigmas[:-1].unfold(0, steps, 1)
-            off = (timesteps.view(-1, 1, steps) / 1000 - windows).abs().sum(2).argmin(1)
-            place = (off.unsqueeze(1) + torch.arange(steps)).flatten()
+        return sigmas, (timesteps.unsqueeze(2) == given).long().argmax(2)
+    sigmas = sigmas.double()
+    if sigmas.ndim > 1 or not (sigmas.diff() < 0).all() or not 0 <= sigmas[-1] < sigmas[0] <= 1:
+        raise ValueError("sigmas must be a list that falls from at most 1 to at least 0")
+    place = torch.arange(count)
+    if steps is not None:
+        place = steps.long()
+    elif len(sigmas) != count + 1 and timesteps is not None:  # the window with the nearest ones
+        windows = 1000 * sigmas[:-1].unfold(0, count, 1)
+        place = (timesteps.unsqueeze(1) - windows).abs().sum(2).argmin(1, keepdim=True) + place
     if not 0 <= int(place.min()) <= int(place.max()) < len(sigmas) - 1:
-        raise ValueError(f"{file.path}: {len(sigmas)} sigmas do not hold the steps and their ends")
+        raise ValueError(f"{len(sigmas)} sigmas do not hold all steps and their ends")
     return sigmas, place

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,12 @@ def make_tensors(how: Made) -> tuple[dict[str, Tensor], dict[str, Any]]:
         mean, trained = (mean_of(how.kind, x, each, sigma, after, std) for each in (v, other))
         noise = how.noise(normal(rows, *how.shape), how.groups, how.n)
         behind = mean + std * noise
+        kept = how.stored(behind)  # which is all that the trainer has
         said = {"usual": std}
         for name, change in (("engine", how.engine_std), ("trainer", how.trainer_std)):
             said[name] = std if change is None else change(how, sigmas, i)
         rollout.append(log_prob_of(how.engine_form, how.kind, behind, mean, said["engine"]))
-        old.append(log_prob_of(how.trainer_form, how.kind, behind, trained, said["trainer"]))
+        old.append(log_prob_of(how.trainer_form, how.kind, kept, trained, said["trainer"]))
         x = behind
         means.append(mean)
         states.append(x)
@@ -125,7 +126,7 @@ def make_tensors(how: Made) -> tuple[dict[str, Tensor], dict[str, Any]]:
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std() + 1e-4)
     drift = 1e-4 * normal(rows, window)
     tensors = {
-        "latents": how.stored(torch.stack(states, 1).float()),
+        "latents": how.stored(torch.stack(states, 1)).float(),
         "sigmas": torch.tensor(sigmas),
         "timesteps": 1000 * torch.tensor(sigmas[:window]).expand(rows, window),
         "rollout_log_probs": torch.stack(rollout, 1).float(),
