@@ -1,0 +1,211 @@
+"""What is read of dumps, under which names, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.dumps import Made, make_tensors, write_dump
+from torch import Tensor
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.diagnosis.checks import examine
+from flowgrpo_rc.diagnosis.dump import Dump, read_dump
+
+SETTINGS = {"noise_level": "0.7", "sde_type": "sde"}
+
+
+def read(folder: Path, tensors: dict[str, Tensor], settings: dict[str, str] = SETTINGS) -> Dump:
+    content = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(content, folder / "dump.safetensors", metadata=settings)
+    return read_dump(folder)
+
+
+def of_verl_omni(tensors: dict[str, Tensor]) -> None:
+    tensors["all_latents"] = tensors.pop("latents")
+    tensors["all_timesteps"] = tensors.pop("timesteps")
+
+
+def of_flow_grpo(tensors: dict[str, Tensor]) -> None:
+    latents = tensors.pop("latents")
+    tensors |= {"latents": latents[:, :-1], "next_latents": latents[:, 1:]}
+    tensors["log_probs"] = tensors.pop("rollout_log_probs")
+
+
+def of_unirl(tensors: dict[str, Tensor]) -> None:
+    tensors["sde_logp"] = tensors.pop("rollout_log_probs")
+    tensors["sde_means"] = tensors.pop("means")
+    tensors["sde_indices"] = torch.arange(tensors["sde_logp"].shape[1])
+    del tensors["timesteps"]
+
+
+TRAINERS = {"verl-omni": of_verl_omni, "flow_grpo": of_flow_grpo, "UniRL": of_unirl}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_names_of_a_trainer_are_known(trainer: str, tmp_path: Path) -> None:
+    tensors, _ = make_tensors(Made(seed=1))
+    plain = read(tmp_path, tensors)
+    TRAINERS[trainer](tensors)
+    settings = {"eta": "0.7", "sde_type": "sde", "clip_range": "0.005"}
+    found = read(tmp_path, tensors, settings)
+    assert found.settings["trainer"] == trainer
+    assert found.settings["clip_ratio"] == 0.005
+    for name in ("start", "end", "rollout", "old", "place", "means"):
+        assert torch.equal(getattr(found, name), getattr(plain, name))
+    assert examine(found) == []
+
+
+def test_a_window_is_found_by_its_timesteps(tmp_path: Path) -> None:
+    tensors, _ = make_tensors(Made(seed=2, steps=10))
+    for name in ("rollout_log_probs", "old_log_probs", "new_log_probs", "timesteps", "means"):
+        tensors[name] = tensors[name][:, 3:6]
+    tensors["latents"], tensors["advantages"] = (
+        tensors["latents"][:, 3:7],
+        tensors["advantages"][:, :1],
+    )
+    found = read(tmp_path, tensors)
+    assert found.place[0].tolist() == [3, 4, 5]
+    assert examine(found) == []
+    del tensors["sigmas"]  # the end of the last step is not known then
+    found = read(tmp_path, tensors)
+    assert examine(found) == []
+    tensors["rollout_log_probs"] *= 2
+    assert examine(read(tmp_path, tensors))[0][0] == "convention"
+
+
+def test_rollouts_of_this_package_are_read(tmp_path: Path) -> None:
+    tensors, _ = make_tensors(Made(seed=3))
+    rows, steps = tensors["rollout_log_probs"].shape
+    of_verl_omni(tensors)
+    tensors["prev_sample_mean"] = tensors.pop("means")
+    tensors["step_indices"] = torch.arange(steps).expand(rows, -1)
+    header = json.dumps({"kind": "diffusion", "spec": {"sde_type": "sde", "noise_level": 0.7}})
+    found = read(tmp_path, tensors, {"rollout": header})
+    assert found.settings["trainer"] == "flowgrpo_rc"
+    assert found.means is not None
+    assert examine(found) == []
+
+
+def without(name: str) -> dict[str, object]:
+    return {name: None}
+
+
+BAD = [
+    (without("latents"), "no tensor 'latents', but advantages, group"),
+    (without("rollout_log_probs"), "no tensor 'rollout_log_probs'"),
+    (without("sigmas") | without("timesteps"), "neither sigmas nor timesteps"),
+    ({"latents": torch.zeros(18, 7, 4)}, "too few states for 7 log-probs"),
+    ({"latents": torch.zeros(5, 8, 4)}, "do not fit: give latents"),
+    ({"means": torch.zeros(18, 7, 5)}, "do not fit latents"),
+    ({"old_log_probs": torch.zeros(18, 3)}, r"old_log_probs has shape \[18, 3\], not \[18, 7\]"),
+    ({"rollout_log_probs": torch.full((18, 7), torch.nan)}, r"126 numbers of rollout_log_probs"),
+    ({"latents": torch.full((18, 8, 4), torch.inf)}, "numbers of latents are nan or inf"),
+    ({"sigmas": torch.linspace(0, 1, 9)}, "falls from at most 1"),
+    ({"sigmas": torch.linspace(1, 0, 3)}, "do not hold all steps"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_dump_that_is_wrong_says_how(
+    change: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    tensors, _ = make_tensors(Made(seed=4))
+    if "sigmas" in change and change["sigmas"] is not None and len(change["sigmas"]) == 3:
+        del tensors["timesteps"]
+    tensors = {n: t for n, t in (tensors | change).items() if t is not None}
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, tensors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sde_type": "sde"}, "needs noise_level and sde_type"),
+        ({"sde_type": "ode", "noise_level": "0.7"}, "sde, cps, dance_sde"),
+        (SETTINGS | {"clip_ratio": "-1"}, "clip_ratio=-1 must be above 0"),
+        (SETTINGS | {"noise_level": "much"}, "could not convert"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, make_tensors(Made(seed=5))[0], settings)
+
+
+def test_a_pickle_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "samples.pt"
+    path.write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
+    for given in (path, tmp_path):
+        assert main(["diagnose", str(given)]) == 2
+        assert "is a pickle, which can run code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nothing.safetensors", "empty", "broken.safetensors"])
+def test_what_is_no_dump_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.safetensors").write_bytes(b"\x20\0\0\0\0\0\0\0{")
+    with pytest.raises(ValueError, match=name.removesuffix("y")):
+        read_dump(tmp_path / name)
+
+
+def sparse(path: Path, shapes: dict[str, list[int]]) -> None:
+    """Writes a header for tensors whose numbers are a hole in the file, all 0."""
+    header: dict[str, object] = {"__metadata__": SETTINGS}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * torch.Size(shape).numel()
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def test_ten_gigabytes_are_not_all_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    shapes = {"latents": [40000, 5, 16, 28, 28], "rollout_log_probs": [40000, 4], "timesteps": [4]}
+    sparse(path, shapes)
+    assert path.stat().st_size > 10e9
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(read_dump(path).rollout) == 256
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 1e9
+    sparse(path, shapes | {"latents": [2, 5, 16, 4096, 4096], "rollout_log_probs": [2, 4]})
+    with pytest.raises(ValueError, match="too large to look at"):
+        read_dump(path)
+
+
+def test_the_command_says_cause_and_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    for trainer, key in (("UniRL", "algorithm.clip_range=1e-4"), ("mine", "config.train.clip")):
+        settings = {"clip_ratio": 0.2, "trainer": trainer}
+        dump = write_dump(tmp_path / "dump.safetensors", Made(seed=6, settings=settings))
+        assert main(["diagnose", str(dump), "--out", str(page)]) == 1
+        said = capsys.readouterr().out
+        assert said.startswith("Most probable cause: clip_wide")
+        assert key in said
+        assert len(said.splitlines()) < 24
+        assert key in page.read_text().replace("<wbr>", "")
+    clean = write_dump(tmp_path / "dump.safetensors", Made(seed=6, means=False))
+    assert main(["diagnose", str(clean), "--out", str(page)]) == 0
+    assert "Cannot tell what would show in: means" in capsys.readouterr().out
+
+
+def test_every_cause_has_a_remedy_for_every_trainer() -> None:
+    from flowgrpo_rc import diagnosis
+    from flowgrpo_rc.commands.diagnose import remedy
+
+    source = "".join(one.read_text() for one in Path(diagnosis.__file__).parent.glob("*.py"))
+    table = (Path(diagnosis.__file__).parent / "remedies.yaml").read_text()
+    causes = [line.split(":")[0] for line in table.splitlines() if line[0].isalpha()][1:]
+    assert len(causes) > 12
+    for cause in causes:
+        assert f'"{cause}"' in source
+        for trainer in TRAINERS:
+            assert remedy(cause, trainer)
