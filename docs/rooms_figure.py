@@ -44,7 +44,8 @@ FLOORS: tuple[dict[str, str], ...] = (
         "calibration": "measures engine against trainer, finds settings",
         "planning": "memory, work and workers of a run",
     },
-    {"commands": "train, plan, evaluate, calibrate, export, report, compare, serve, doctor"},
+    {"diagnosis": "what the numbers of another trainer's dump show"},
+    {"commands": "train, plan, evaluate, calibrate, diagnose, export, report, compare, doctor"},
     {"cli": "the command line", "api": "train(...) in Python"},
     {
         "train": "python -m flowgrpo_rc.train, for torchrun and accelerate",

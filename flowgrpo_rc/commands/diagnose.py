@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import yaml
+from torch import Tensor
 
 from flowgrpo_rc import diagnosis
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
@@ -56,21 +58,24 @@ def remedy(cause: str, trainer: str) -> str:
 
 
 def charts(dump: Dump) -> list[Chart]:
-    """Draws log-probs and their differences by step of the schedule."""
-    sides = {"rollout": dump.rollout, "the settings": declared(dump)[0].values(dump)[0]}
+    """Draws log-probs, and how far the two sides are apart, by step of the schedule."""
+    sides = {"rollout": dump.rollout, "by the settings": declared(dump)[0].values(dump)[0]}
     apart = {}
     if dump.old is not None:
         sides["training graph"] = dump.old
         apart["|training graph - rollout|"] = (dump.old - dump.rollout).abs()
-    clip = dump.settings.get("clip_ratio")
+    clip = [dump.settings["clip_ratio"]] if "clip_ratio" in dump.settings else []
+    title, note = "Mismatch before any update", "the clip" if clip else ""
+    return [
+        Chart(title="Log-prob", series=lines(dump, sides)),
+        Chart(title=title, note=note, series=lines(dump, apart), log_y=True, thresholds=clip),
+    ]
 
-    def lines(values: dict) -> list[Series]:
-        means = {name: by_step(dump, found)[0].tolist() for name, found in values.items()}
-        return [
-            Series(name=name, points=[(x, y) for x, y in enumerate(points) if y == y])
-            for name, points in means.items()
-        ]
 
-    bound = {"thresholds": [clip], "note": "the clip"} if clip else {}
-    mismatch = Chart(title="Mismatch before any update", series=lines(apart), log_y=True, **bound)
-    return [Chart(title="Log-prob, mean of the samples", series=lines(sides)), mismatch]
+def lines(dump: Dump, values: dict[str, Tensor]) -> list[Series]:
+    """Draws the means of the samples."""
+    means = {name: enumerate(by_step(dump, found)[0].tolist()) for name, found in values.items()}
+    return [
+        Series(name=name, points=[(x, y) for x, y in points if math.isfinite(y)])
+        for name, points in means.items()
+    ]

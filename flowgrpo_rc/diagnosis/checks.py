@@ -106,10 +106,10 @@ def check_numbers(dump: Dump) -> Findings:
         if apart > 2e-6 * dump.timesteps.max():
             how = f"they are rounded to {near[0]}" if near else "they have another schedule"
             yield "timestep", f"timesteps differ from 1000 sigma by up to {apart:.3g}: {how}"
-    for side, values in {"rollout": dump.rollout, "old": dump.old}.items():
-        for name, dtype in HALF.items() if values is not None else ():
-            if torch.equal(values, values.to(dtype).double()):
-                yield "log_probs", f"all {side}_log_probs are numbers of {name}"
+    sides = [dump.rollout] if dump.old is None else [dump.rollout, dump.old]
+    for name, dtype in HALF.items():
+        if any(torch.equal(values, values.to(dtype).double()) for values in sides):
+            yield "log_probs", f"all log-probs of a side are numbers of {name}"
 
 
 def check_noise(dump: Dump, std: Tensor) -> Findings:
@@ -159,8 +159,8 @@ def check_mismatch(
     moved = (dump.end if dump.means is None else dump.means) - state_part(dump)
     velocity = (moved.double().square().mean(2) / variance).nanmean() - float(dump.means is None)
     guidance = dump.settings.get("guidance_scale", USUAL_GUIDANCE)
-    rounding = torch.finfo(torch.bfloat16).eps / math.sqrt(12)
-    explained = NETWORK * rounding * math.hypot(guidance, guidance - 1)
+    once = torch.finfo(torch.bfloat16).eps / math.sqrt(12)
+    explained = NETWORK * once * math.hypot(guidance, guidance - 1)
     steps = d.isfinite().sum(1)
     chance = 1 + SIGMAS * (2 / steps).sqrt()
     errors = (q.nansum(1) / steps / chance / velocity.clamp(min=1e-30)).sqrt()

@@ -102,10 +102,10 @@ def _dump(handle: Any, settings: dict[str, Any]) -> Dump:
             raise ValueError(f"{len(broken)} numbers of {name} are nan or inf, as at {broken[0]}")
         return found
 
-    rows, steps, *_ = [*shape("rollout_log_probs"), 0]
-    size = math.prod(shape("latents")[1:])
-    if not steps or len(shape("latents")) < 3 or not size or shape("latents")[0] != rows:
-        both = f"latents {shape('latents')} and log-probs {shape('rollout_log_probs')}"
+    (rows, steps, *_), latents = [*shape("rollout_log_probs"), 0], shape("latents")
+    size = math.prod(latents[1:])
+    if not steps or len(latents) < 3 or not size or latents[0] != rows:
+        both = f"latents {latents} and log-probs {shape('rollout_log_probs')}"
         raise ValueError(f"{both} do not fit: give latents [B, T+1, ...] and log-probs [B, T]")
     samples = min(rows, MOST_SAMPLES, max(MOST_ELEMENTS // size, 1))
 
@@ -117,23 +117,23 @@ def _dump(handle: Any, settings: dict[str, Any]) -> Dump:
 
     def states(name: str, first: int) -> Tensor:
         found = read(name, samples)
-        if found is None or found.shape[2:] != tuple(shape("latents")[2:]):
-            raise ValueError(f"{name} {shape(name)} do not fit latents {shape('latents')}")
-        if found.shape[1] < first + steps:
-            raise ValueError(f"{name} {shape(name)} have too few states for {steps} log-probs")
+        if found is None or [*found.shape[2:]] != latents[2:] or found.shape[1] < first + steps:
+            raise ValueError(f"{name} {shape(name)} do not fit {steps} steps of latents {latents}")
         return found[:, first : first + steps].flatten(2).float()
 
     follows = "next_latents" not in names
-    timesteps, advantages = table("timesteps"), read("advantages")
-    sigmas, place = _schedule(read("sigmas"), timesteps, table("step_indices"), steps)
-    rollout = table("rollout_log_probs")
-    assert rollout is not None
+    timesteps, advantages, indices = table("timesteps"), read("advantages"), table("step_indices")
+    sigmas, place = _schedule(read("sigmas"), timesteps, indices, steps)
+    if follows and indices is not None and (indices.diff() != 1).any():
+        raise ValueError(
+            "its steps are not consecutive: dump latents and next_latents, [B, T, ...]"
+        )
     return Dump(
         settings=settings,
         start=states("latents", 0),
         end=states("latents", 1) if follows else states("next_latents", 0),
         means=states("means", 0) if "means" in names else None,
-        rollout=rollout,
+        rollout=torch.as_tensor(table("rollout_log_probs")),
         old=table("old_log_probs"),
         new=table("new_log_probs"),
         timesteps=timesteps,

@@ -71,12 +71,14 @@ def explain(dump: Dump, found: Tensor, squares: Tensor | None, spare: Tensor) ->
     def off(formula: Formula) -> float:
         return misfit(dump, formula, found, squares, spare)
 
+    def best(kind: int) -> Formula:
+        size = fit(lambda size: off(sized(dump, right, size)[kind]), SIZES)
+        return sized(dump, right, size)[kind]
+
     right = min(declared(dump), key=off)
     least = right if off(right) < 1 else min(mistaken(dump, right), key=off)
     if off(least) >= 1:
-        kinds = range(len(sized(dump, right, 1.0)))
-        sizes = [fit(lambda k, i=i: off(sized(dump, right, k)[i]), SIZES) for i in kinds]
-        least = min((sized(dump, right, k)[i] for i, k in enumerate(sizes)), key=off)
+        least = min((best(kind) for kind in range(len(sized(dump, right, 1.0)))), key=off)
     return least if off(least) < 1 else None
 
 
@@ -125,9 +127,10 @@ def gaussian(
     """
     first, now, after = (shift_sigmas(each, shift) for each in (dump.sigmas[1], now, after))
     one = torch.ones(now.numel(), 1, dtype=torch.float64)
-    kind, level = kind or dump.settings["sde_type"], level * dump.settings["noise_level"]
-    options = {"kind": kind, "noise_level": level, "sigma_max": first}
-    step = transition(one, 0 * one, now.flatten(), after.flatten(), **options)
+    level *= dump.settings["noise_level"]
+    kind = kind or dump.settings["sde_type"]
+    ends = now.flatten(), after.flatten()
+    step = transition(one, 0 * one, *ends, kind=kind, noise_level=level, sigma_max=first)
     std = step.std.expand_as(one).view_as(now)
     return step.mean.view_as(now), torch.where((std > 0) & std.isfinite(), std, math.nan)
 
