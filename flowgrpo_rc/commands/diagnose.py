@@ -68,7 +68,14 @@ def charts(dump: Dump) -> list[Chart]:
     title, note = "Mismatch before any update", "the clip" if clip else ""
     return [
         Chart(title="Log-prob", series=lines(dump, sides)),
-        Chart(title=title, note=note, series=lines(dump, apart), log_y=True, thresholds=clip),
+        Chart(
+            title=title,
+            note=note,
+            series=lines(dump, apart),
+            log_y=True,
+            thresholds=clip,
+            word="mismatch",
+        ),
     ]
 
 

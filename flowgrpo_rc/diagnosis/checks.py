@@ -142,7 +142,8 @@ def check_mismatch(
     if difference is None:
         return
     d = difference * 0.5 / formula.values(dump)[1]
-    q = elements * (d - by_step(dump, d)[0][dump.place]).square()
+    # From the mean square of d, which is q / D + q^2 / 4.
+    q = 2 * ((d.square() + elements**-2).sqrt() - 1 / elements)
     for name, dtype in HALF.items():
         if torch.equal(dump.end, dump.end.to(dtype).float()):
             # The distance of two numbers, from the power of 2 below them; rounding is uniform.
@@ -165,11 +166,14 @@ def check_mismatch(
     chance = 1 + SIGMAS * (2 / steps).sqrt()
     errors = (q.nansum(1) / steps / chance / velocity.clamp(min=1e-30)).sqrt()
     if velocity > 0 and errors.max() > explained:
-        evidence = f"velocities of both sides differ by {100 * errors.max().item():.2g}% in some of"
-        beyond = (
-            f"{int((errors > explained).sum())} samples, and bf16 explains {100 * explained:.2g}%"
+        worst, number = errors.max().item(), int((errors > explained).sum())
+        evidence = (
+            f"{number} of {len(errors)} samples have velocities that differ between the sides"
         )
-        yield "stale", f"{evidence} {beyond} with guidance {guidance:g}: other weights or prompts"
+        bound = (
+            f"by up to {100 * worst:.0f}%, and bf16 explains {100 * explained:.0f}% with guidance"
+        )
+        yield "stale", f"{evidence} {bound} {guidance:g}: other weights, guidance or prompts"
 
 
 def check_training(dump: Dump) -> Findings:
