@@ -87,20 +87,14 @@ def misfit(
 ) -> float:
     """Returns how far log-probs [B, T] are off, relative to what chance explains: below 1 they fit.
 
-    What counts is the mean of the worst step or, without squares, the spread over samples. `spare`
-    [S] is what else may move the mean, in units of the slope.
+    The mean of the worst step counts. `spare` [S] is what else may move it, in units of the slope.
     """
     values, slope = formula.values(dump, squares)
     off = (found - values) / slope
     mean, count = by_step(dump, off)
     error = math.sqrt(2 / dump.end.shape[2]) if squares is None else 0.0
     allowed = (SIGMAS * error / count.sqrt()).clamp(min=LEAST["variance"]) + spare
-    worst = (mean.abs() / allowed)[count > 0].max().item() if count.any() else math.inf
-    freedom = (count - 1).clamp(min=0).sum().item()
-    if error and freedom:
-        variance = (off - mean[dump.place]).square().nansum().item() / freedom / error**2
-        worst = max(worst, abs(variance - 1) / (SIGMAS * math.sqrt(2 / freedom)))
-    return worst
+    return (mean.abs() / allowed)[count > 0].max().item() if count.any() else math.inf
 
 
 def by_step(dump: Dump, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,14 +162,10 @@ def sized(dump: Dump, right: Formula, size: float) -> list[Formula]:
     ends = sigma(dump), sigma(dump, 1)
     _, louder = gaussian(dump, *ends, level=size)
     _, shifted = gaussian(dump, *ends, shift=size)
+    shift = f"sigmas shifted by {size:.3g}"
     level = f"noise_level {size * dump.settings['noise_level']:.3g}"
     return [
         right._replace(cause="convention", words=f"{size:.3g} times the right one", factor=size),
         right._replace(cause="noise_level", words=level, std=louder, drawn=louder),
-        right._replace(
-            cause="sigma", words=f"sigmas shifted by {size:.3g}", std=shifted, drawn=shifted
-        ),
-        right._replace(
-            cause="noise", words=f"noise {size:.3g} times as large", drawn=size * right.std
-        ),
+        right._replace(cause="sigma", words=shift, std=shifted, drawn=shifted),
     ]
