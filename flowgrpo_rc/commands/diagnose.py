@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from torch import Tensor
 
 from flowgrpo_rc import diagnosis
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
@@ -23,36 +22,28 @@ REMEDIES = Path(diagnosis.__file__).with_name("remedies.yaml")
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints the causes and writes a page; returns 1 if there is a cause."""
-    dump = read_dump(Path(arguments.dump))
+    dump, out = read_dump(Path(arguments.dump)), Path(arguments.out)
     samples, steps = dump.rollout.shape
     told = [f"{name} {dump.settings[name]}" for name in ("trainer", "sde_type", "noise_level")]
-    subject = f"{samples} samples of {steps} steps; {', '.join(told)}"
     causes = [(*found, remedy(found[0], dump.settings["trainer"])) for found in examine(dump)]
-    outcome = "Most probable cause: " + causes[0][0] if causes else "No fault that numbers show"
-    unknown = {"means of the steps": dump.means, "old_log_probs": dump.old, "group": dump.group}
-    unknown |= {"new_log_probs": dump.new, "advantages": dump.advantages}
-    lacking = ", ".join(name for name, found in unknown.items() if found is None)
-    note = f"Cannot tell what would show in: {lacking}." if lacking else ""
-    print(f"{outcome} ({subject})")
-    for number, (cause, evidence, mended) in enumerate(causes, 1):
-        print(f"{number}. {cause}: {evidence}\n   remedy: {mended}")
-    page = render(
-        "diagnose.html",
-        title=f"Diagnosis of {Path(arguments.dump).name}",
-        outcome=outcome,
-        subject=subject,
-        causes=causes,
-        note=note,
-        charts=charts(dump),
-    )
-    write_atomic(Path(arguments.out), page.encode())
-    print(note, arguments.out, sep="\n" if note else "")
+    optional = ("means", "old", "new", "advantages", "group")
+    lacking = ", ".join(name for name in optional if getattr(dump, name) is None)
+    content = {
+        "title": f"Diagnosis of {Path(arguments.dump).name}",
+        "outcome": f"Most probable cause: {causes[0][0]}" if causes else "No fault in the numbers",
+        "subject": f"{samples} samples of {steps} steps; {', '.join(told)}",
+        "causes": causes,
+        "note": f"Cannot tell what these would show: {lacking}." if lacking else "",
+    }
+    write_atomic(out, render("diagnose.html", charts=charts(dump), **content).encode())
+    numbered = [f"{i}. {': '.join(one[:2])}\n   {one[2]}" for i, one in enumerate(causes, 1)]
+    print(content["outcome"], content["subject"], *numbered, content["note"], out, sep="\n")
     return EXIT_FAILED if causes else EXIT_OK
 
 
 def remedy(cause: str, trainer: str) -> str:
     """Returns what mends a cause in the keys of a trainer, or of all if it is not known."""
-    table = yaml.safe_load(REMEDIES.read_text(encoding="utf-8"))
+    table: dict[str, Sequence[str]] = yaml.safe_load(REMEDIES.read_text(encoding="utf-8"))
     known = dict(zip(table["trainers"], table[cause], strict=True))
     return known.get(trainer) or "; ".join(f"{name}: {keys}" for name, keys in known.items())
 
@@ -60,29 +51,16 @@ def remedy(cause: str, trainer: str) -> str:
 def charts(dump: Dump) -> list[Chart]:
     """Draws log-probs, and how far the two sides are apart, by step of the schedule."""
     sides = {"rollout": dump.rollout, "by the settings": declared(dump)[0].values(dump)[0]}
-    apart = {}
     if dump.old is not None:
-        sides["training graph"] = dump.old
-        apart["|training graph - rollout|"] = (dump.old - dump.rollout).abs()
+        apart = (dump.old - dump.rollout).abs()
+        sides |= {"training graph": dump.old, "|training graph - rollout|": apart}
+    lines = []
+    for name, values in sides.items():
+        means = enumerate(by_step(dump, values)[0].tolist())
+        lines.append(Series(name=name, points=[(x, y) for x, y in means if y == y]))
     clip = [dump.settings["clip_ratio"]] if "clip_ratio" in dump.settings else []
-    title, note = "Mismatch before any update", "the clip" if clip else ""
+    mismatch = {"title": "Mismatch before any update", "word": "mismatch", "note": "the clip"}
     return [
-        Chart(title="Log-prob", series=lines(dump, sides)),
-        Chart(
-            title=title,
-            note=note,
-            series=lines(dump, apart),
-            log_y=True,
-            thresholds=clip,
-            word="mismatch",
-        ),
-    ]
-
-
-def lines(dump: Dump, values: dict[str, Tensor]) -> list[Series]:
-    """Draws the means of the samples."""
-    means = {name: enumerate(by_step(dump, found)[0].tolist()) for name, found in values.items()}
-    return [
-        Series(name=name, points=[(x, y) for x, y in points if math.isfinite(y)])
-        for name, points in means.items()
+        Chart(title="Log-prob", series=lines[:3]),
+        Chart(**mismatch, series=lines[3:], log_y=True, thresholds=clip),
     ]

@@ -71,14 +71,14 @@ def explain(dump: Dump, found: Tensor, squares: Tensor | None, spare: Tensor) ->
     def off(formula: Formula) -> float:
         return misfit(dump, formula, found, squares, spare)
 
-    def best(kind: int) -> Formula:
-        size = fit(lambda size: off(sized(dump, right, size)[kind]), SIZES)
-        return sized(dump, right, size)[kind]
+    def best(cause: str) -> Formula:
+        size = fit(lambda size: off(sized(dump, right, cause, size)), SIZES)
+        return sized(dump, right, cause, size)
 
     right = min(declared(dump), key=off)
     least = right if off(right) < 1 else min(mistaken(dump, right), key=off)
     if off(least) >= 1:
-        least = min((best(kind) for kind in range(len(sized(dump, right, 1.0)))), key=off)
+        least = min(map(best, ("convention", "sigma", "noise_level")), key=off)
     return least if off(least) < 1 else None
 
 
@@ -157,15 +157,14 @@ def mistaken(dump: Dump, right: Formula) -> Iterator[Formula]:
             yield right._replace(cause=cause, words=words, std=std, drawn=drawn)
 
 
-def sized(dump: Dump, right: Formula, size: float) -> list[Formula]:
-    """Returns the formulas with one mistake of a relative size."""
+def sized(dump: Dump, right: Formula, cause: str, size: float) -> Formula:
+    """Returns the formula with a mistake of a relative size."""
+    if cause == "convention":
+        return right._replace(cause=cause, words=f"{size:.3g} times the right one", factor=size)
     ends = sigma(dump), sigma(dump, 1)
-    _, louder = gaussian(dump, *ends, level=size)
-    _, shifted = gaussian(dump, *ends, shift=size)
-    shift = f"sigmas shifted by {size:.3g}"
-    level = f"noise_level {size * dump.settings['noise_level']:.3g}"
-    return [
-        right._replace(cause="convention", words=f"{size:.3g} times the right one", factor=size),
-        right._replace(cause="noise_level", words=level, std=louder, drawn=louder),
-        right._replace(cause="sigma", words=shift, std=shifted, drawn=shifted),
-    ]
+    if cause == "sigma":
+        words, (_, std) = f"sigmas shifted by {size:.3g}", gaussian(dump, *ends, shift=size)
+    else:
+        level = size * dump.settings["noise_level"]
+        words, (_, std) = f"noise_level {level:.3g}", gaussian(dump, *ends, level=size)
+    return right._replace(cause=cause, words=words, std=std, drawn=std)

@@ -194,7 +194,7 @@ def test_the_command_says_cause_and_remedy(
         assert key in page.read_text().replace("<wbr>", "")
     clean = write_dump(tmp_path / "dump.safetensors", Made(seed=6, means=False))
     assert main(["diagnose", str(clean), "--out", str(page)]) == 0
-    assert "Cannot tell what would show in: means" in capsys.readouterr().out
+    assert "Cannot tell what these would show: means" in capsys.readouterr().out
 
 
 def test_every_cause_has_a_remedy_for_every_trainer() -> None:
