@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -28,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
     causes = [(*found, remedy(found[0], dump.settings["trainer"])) for found in examine(dump)]
     optional = ("means", "old", "new", "advantages", "group")
     lacking = ", ".join(name for name in optional if getattr(dump, name) is None)
-    content = {
+    content: dict[str, Any] = {
         "title": f"Diagnosis of {Path(arguments.dump).name}",
         "outcome": f"Most probable cause: {causes[0][0]}" if causes else "No fault in the numbers",
         "subject": f"{samples} samples of {steps} steps; {', '.join(told)}",
@@ -52,15 +53,11 @@ def charts(dump: Dump) -> list[Chart]:
     """Draws log-probs, and how far the two sides are apart, by step of the schedule."""
     sides = {"rollout": dump.rollout, "by the settings": declared(dump)[0].values(dump)[0]}
     if dump.old is not None:
-        apart = (dump.old - dump.rollout).abs()
-        sides |= {"training graph": dump.old, "|training graph - rollout|": apart}
+        sides |= {"training graph": dump.old, "difference": (dump.old - dump.rollout).abs()}
     lines = []
     for name, values in sides.items():
         means = enumerate(by_step(dump, values)[0].tolist())
         lines.append(Series(name=name, points=[(x, y) for x, y in means if y == y]))
     clip = [dump.settings["clip_ratio"]] if "clip_ratio" in dump.settings else []
-    mismatch = {"title": "Mismatch before any update", "word": "mismatch", "note": "the clip"}
-    return [
-        Chart(title="Log-prob", series=lines[:3]),
-        Chart(**mismatch, series=lines[3:], log_y=True, thresholds=clip),
-    ]
+    apart = Chart(title="Mismatch", word="mismatch", series=lines[3:], log_y=True, thresholds=clip)
+    return [Chart(title="Log-prob", series=lines[:3]), apart]

@@ -38,18 +38,13 @@ Findings = Iterator[tuple[str, str]]  # key of remedies.yaml, and evidence
 
 def examine(dump: Dump) -> list[tuple[str, str]]:
     """Looks for all that numbers alone show."""
-    squares = difference = theirs = None
+    squares = difference = None
     if dump.means is not None:
         squares = (dump.end - dump.means).double().square().mean(2)
-    nothing = torch.zeros(len(dump.sigmas) - 1, dtype=torch.float64)
-    ours = theirs = explain(dump, dump.rollout, squares, nothing)
-    if ours is not None and squares is not None:  # which tell how large the noise was
-        stds = (declared(dump)[0].std, ours.std)
-        apart = [(squares / std.square()).nanmean().log().abs().item() for std in stds]
-        ours = ours._replace(drawn=stds[apart[1] < apart[0]])
-    if dump.old is not None and not torch.equal(dump.old, dump.rollout):
+    ours = theirs = explain(dump, dump.rollout, squares, torch.zeros(len(dump.sigmas) - 1))
+    if ours is not None and dump.old is not None and not torch.equal(dump.old, dump.rollout):
         difference = dump.old - dump.rollout
-        theirs = None if ours is None else explain_old(dump, dump.old, squares, ours)
+        theirs = explain_old(dump, dump.old, squares, ours)
     findings = [*check_formulas(dump, ours, theirs, squares), *check_numbers(dump)]
     if ours is not None:
         findings += check_noise(dump, ours.drawn)
@@ -104,12 +99,13 @@ def check_numbers(dump: Dump) -> Findings:
         ways |= {name: wanted.to(dtype).double() for name, dtype in HALF.items()}
         near = [way for way, to in ways.items() if torch.allclose(dump.timesteps, to, rtol=2e-6)]
         if apart > 2e-6 * dump.timesteps.max():
-            how = f"they are rounded to {near[0]}" if near else "they have another schedule"
+            how = f"they are {(*near, 'of another schedule')[0]}"
             yield "timestep", f"timesteps differ from 1000 sigma by up to {apart:.3g}: {how}"
-    sides = [dump.rollout] if dump.old is None else [dump.rollout, dump.old]
-    for name, dtype in HALF.items():
-        if any(torch.equal(values, values.to(dtype).double()) for values in sides):
-            yield "log_probs", f"all log-probs of a side are numbers of {name}"
+    for values in (dump.rollout, dump.rollout if dump.old is None else dump.old):
+        for name, dtype in HALF.items():
+            if torch.equal(values, values.to(dtype).double()):
+                yield "log_probs", f"all log-probs of a side are numbers of {name}"
+                return
 
 
 def check_noise(dump: Dump, std: Tensor) -> Findings:

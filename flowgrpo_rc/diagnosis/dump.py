@@ -19,7 +19,6 @@ from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 
 MOST_SAMPLES = 256  # that are looked at
 MOST_ELEMENTS = 2**26  # of a tensor that is read
-PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
 # What tensors and settings are called in the code of flow_grpo, UniRL, verl-omni and this package.
 NAMES = {
     **{"log_probs": "rollout_log_probs", "sde_logp": "rollout_log_probs"},
@@ -51,14 +50,12 @@ def read_dump(path: Path) -> Dump:
     """Reads a .safetensors file, or the first one of a folder; ValueError for anything else."""
     there = sorted(path.iterdir()) if path.is_dir() else [path, path.with_suffix(".json")]
     files = [one for one in there if one.suffix == ".safetensors" and one.exists()]
-    pickles = [one for one in there if one.suffix in PICKLES]
-    if pickles and not files:
+    if not files:
         raise ValueError(
-            f"{pickles[0]} is a pickle, which can run code when it is read: save the tensors with "
+            f"{path}: give a .safetensors file that exists, or a folder with one. A pickle (.pt, "
+            ".pkl, .bin) can run code and is not read: save its tensors with "
             "safetensors.torch.save_file, as docs/diagnose.md shows for each trainer"
         )
-    if not files:
-        raise ValueError(f"{path}: give a .safetensors file that exists, or a folder with one")
     with blaming(path), safe_open(files[0], framework="pt") as handle:
         told = dict(handle.metadata() or {})
         if "rollout" in told:
@@ -72,11 +69,10 @@ def read_dump(path: Path) -> Dump:
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings with numbers as numbers."""
-    for name in ("noise_level", "clip_ratio", "guidance_scale"):
-        if name in settings:
-            settings[name] = float(settings[name])
-            if not 0 < settings[name] < math.inf:
-                raise ValueError(f"{name}={settings[name]:g} must be above 0")
+    for name in {"noise_level", "clip_ratio", "guidance_scale"} & settings.keys():
+        settings[name] = float(settings[name])
+        if not 0 < settings[name] < math.inf:
+            raise ValueError(f"{name}={settings[name]:g} must be above 0")
     if "noise_level" not in settings or settings.get("sde_type") not in KINDS:
         kinds = f"noise_level and sde_type ({', '.join(KINDS)})"
         raise ValueError(f"it needs {kinds}, in its metadata or in a JSON of the same name")

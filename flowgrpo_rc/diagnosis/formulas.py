@@ -69,6 +69,9 @@ def explain(dump: Dump, found: Tensor, squares: Tensor | None, spare: Tensor) ->
     """
 
     def off(formula: Formula) -> float:
+        if squares is not None:  # which tell how large the noise was
+            error = (squares / formula.drawn.square()).nanmean().log().abs().item()
+            return misfit(dump, formula, found, squares, spare) * (1 + 1e-3 * error)
         return misfit(dump, formula, found, squares, spare)
 
     def best(cause: str) -> Formula:
@@ -153,7 +156,8 @@ def mistaken(dump: Dump, right: Formula) -> Iterator[Formula]:
     stds = [("sigma", words, gaussian(dump, *ends)) for words, ends in steps.items()]
     stds += [("sde_type", f"sde_type {kind}", gaussian(dump, now, after, kind)) for kind in KINDS]
     for cause, words, (_, std) in stds:
-        for drawn in (std, right.std):
+        # A step that was drawn right may have got a wrong log-prob.
+        for drawn in (right.std, std):
             yield right._replace(cause=cause, words=words, std=std, drawn=drawn)
 
 
