@@ -29,6 +29,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # guidance g makes sqrt(g^2 + (g - 1)^2) of it.
 NETWORK = 10.0
 USUAL_GUIDANCE = 4.5
+FEWEST, MOST_MOVED = 6, 0.25  # samples of a step, and q: beyond, no formula can be read from it
 SHARED = 0.5  # covariance of noise that velocities cannot explain, as in the health rules
 AUTO = 16.0  # k of the default bound, clip_ratio=auto:16
 WIDEST = 0.05  # ten times the widest clip of a published recipe for flow models
@@ -66,7 +67,10 @@ def explain_old(dump: Dump, old: Tensor, squares: Tensor | None, ours: Formula) 
     beside = (y / line[dump.place] - x) * 0.5 / slope
     variance, count = by_step(dump, beside.square())
     q = dump.end.shape[2] * variance * (1 + SIGMAS * (2 / count).sqrt())
-    return explain(dump, old, squares, q.clamp(max=1.0).nan_to_num(1.0))
+    seen = count > 0
+    if count[seen].min() < FEWEST or q[seen].max() > MOST_MOVED:  # the means differ, say
+        return ours
+    return explain(dump, old, squares, q.nan_to_num(0.0))
 
 
 def check_formulas(

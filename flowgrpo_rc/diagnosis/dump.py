@@ -54,7 +54,7 @@ def read_dump(path: Path) -> Dump:
         raise ValueError(
             f"{path}: give a .safetensors file that exists, or a folder with one. A pickle (.pt, "
             ".pkl, .bin) can run code and is not read: save its tensors with "
-            "safetensors.torch.save_file, as docs/diagnose.md shows for each trainer"
+            "safetensors.torch.save_file; the page about diagnose has ten lines for each trainer"
         )
     with blaming(path), safe_open(files[0], framework="pt") as handle:
         told = dict(handle.metadata() or {})
