@@ -415,7 +415,9 @@ def make_source(
         alone = nullcontext() if engine_of(config).copies_network else processes.in_turn()
         with alone:
             engine = make_engine(config, task.model)
-    source = EngineSource(
+    filters = config.algorithm.filter_groups.enable
+    kind: Any = partial(FilteredSource, algorithm=config.algorithm) if filters else EngineSource
+    source: EngineSource = kind(
         engine,
         task,
         sampler,
@@ -427,8 +429,6 @@ def make_source(
     )
     if rollout.redraw:
         return _redrawn(config, source, processes)
-    if config.algorithm.filter_groups.enable:
-        return FilteredSource(source, config.algorithm)
     if rollout.staleness == 0:
         return source
     if rollout.workers == 0:

@@ -150,14 +150,13 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
         "rollout.pipeline": config.rollout.spec(),
         "rollout.val_kwargs": config.rollout.held_out_spec(),
     }
-    of_suites: dict[str, Suite] = {}
-    for suite in suites:
-        key, asked = f"suite {suite.name}: sampler", suite.applied(config.rollout)
+    of_suites = {f"suite {suite.name}: sampler": suite for suite in suites}
+    for key, suite in of_suites.items():
+        asked = suite.applied(config.rollout)
         with _saying_how_to_change(suite):
             check_model(adapter, asked, key, pinned=suite.sampler)
         specs[key] = asked.held_out_spec()
-        of_suites[key] = suite
-        run = config.rollout.held_out_spec()
+        run = specs["rollout.val_kwargs"]
         pinned = [f"{k}={v}" for k, v in suite.sampler.items() if v != getattr(run, k)]
         if pinned:
             told = "suite %s pins %s: rollout.val_kwargs does not reach it"

@@ -168,38 +168,29 @@ class Trainer:
     def _update(self, batch: Batch, early: Callable[[int], Rewards] | None = None) -> None:
         """Trains; with `early` each mini-batch waits for the rewards of its own groups alone."""
         order = self.task.policy.order(batch, self.mini_batch_size)
-        ready = None
+        ordered = batch if order is None else batch.select(order)
+        advantages = torch.zeros(batch.step_mask.shape, device=batch.group.device)
+
+        def ready(count: int) -> None:
+            assert early is not None
+            with self._timed("reward_wait"):
+                # Groups without rewards only lack theirs: those of the others have the same bits.
+                found = self.advantages.of(batch, early(count), MetricBag()).float()
+            found = found if order is None else found[order]
+            advantages.copy_(found.unsqueeze(1))  # mini-batches are views of it
+
         try:
-            whole = batch
-            batch = batch if order is None else batch.select(order)
-            if early is not None:
-                advantages = torch.zeros(batch.step_mask.shape, device=batch.group.device)
-                batch = batch.replace(advantages=advantages)
-                ready = partial(self._fill, advantages, order, whole, early)
-            metrics = self.update.run(batch, self.mini_batch_size, ready)
+            if early is None:
+                metrics = self.update.run(ordered, self.mini_batch_size)
+            else:
+                ordered = ordered.replace(advantages=advantages)
+                metrics = self.update.run(ordered, self.mini_batch_size, ready)
             if self._step == self.config.total_training_steps:
                 self.update.check_trained()
         except FloatingPointError as error:
             left = self.update.tensors()
-            raise self.journal.explained(self._step, error, batch, left) from error
+            raise self.journal.explained(self._step, error, ordered, left) from error
         self._metrics.merge(metrics, "actor")
-
-    def _fill(
-        self,
-        advantages: Tensor,
-        order: Tensor | None,
-        batch: Batch,
-        early: Callable[[int], Rewards],
-        count: int,
-    ) -> None:
-        """Writes the advantages [B, T] that are known with the first `count` rewards of a batch.
-
-        Groups without rewards only lack theirs: the sums over other groups have the same bits.
-        """
-        with self._timed("reward_wait"):
-            found = self.advantages.of(batch, early(count), MetricBag()).float()
-        found = found if order is None else found[order]
-        advantages.copy_(found.unsqueeze(1))  # mini-batches are views of it
 
     def _evaluate(self) -> None:
         """Scores held-out samples and asks the suites, with the average of the LoRA."""

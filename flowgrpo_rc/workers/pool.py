@@ -56,9 +56,10 @@ class WorkerPool:
         self._num_bytes = 0
         self._longest_queue = 0
         self._starting: set[asyncio.Task[None]] = set()
-        # By machine; one may load until it is known what it takes.
+        # By machine; in turn one may load until it is known what it takes.
         self._loading: Counter[str] = Counter()
-        self._may_load: defaultdict[str, int] = defaultdict(lambda: 1)
+        most = 1 if settings.in_turn else settings.num_workers
+        self._may_load: defaultdict[str, int] = defaultdict(lambda: most)
         self._turn_over = asyncio.Condition()
 
     async def start(self) -> None:
@@ -178,9 +179,9 @@ class WorkerPool:
             async with self._turn(machine):
                 self._none_since = time.monotonic()  # it has all its time, whoever came before
                 loaded = worker.load.remote(self._make_engine[0])
-                versions = await asyncio.wait_for(loaded, settings.timeout_s)
+                versions, room = await asyncio.wait_for(loaded, settings.timeout_s)
                 if settings.in_turn:
-                    self._may_load[machine] = max(1, int(await worker.room.remote()))
+                    self._may_load[machine] = max(1, int(room))
         except (RayError, TimeoutError) as error:
             self._replace(worker, f"did not start: {_reason(error, settings.timeout_s)}")
             return
@@ -198,9 +199,8 @@ class WorkerPool:
     @asynccontextmanager
     async def _turn(self, machine: str) -> AsyncIterator[None]:
         """Waits until one more worker of a machine may load, and lets it load."""
-        most = self._may_load if self._settings.in_turn else {machine: self._settings.num_workers}
         async with self._turn_over:
-            await self._turn_over.wait_for(lambda: self._loading[machine] < most[machine])
+            await self._turn_over.wait_for(lambda: self._loading[machine] < self._may_load[machine])
             self._loading[machine] += 1
         try:
             yield

@@ -68,14 +68,10 @@ class Worker:
         """Returns the name of its machine; it is answered when there is room for the worker."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def load(self, make_engine: Callable[[], RolloutEngine[Any]]) -> dict[str, str]:
-        """Makes the engine, in this process; returns the versions of the packages here."""
+    def load(self, make_engine: Callable[[], RolloutEngine[Any]]) -> tuple[dict[str, str], float]:
+        """Makes the engine; returns versions of packages here, and how many workers fit besides."""
         self._engine = make_engine()
-        return package_versions()
-
-    def room(self) -> float:
-        """Returns how many more workers its machine may load at once."""
-        return room_for_more()
+        return package_versions(), room_for_more()
 
     def sample(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from support.runs import Train, read_rows
+from support.runs import VIDEO, Train, read_rows
 from support.subjects import Subject, make_subject
 from support.tiny_models import Tiny
 
@@ -49,17 +49,13 @@ def test_two_steps_of_training_from_the_command_line(
     if tiny.image_sizes:
         given += edited_prompts(tiny, tmp_path)
     frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
-    reward = [
-        "reward.terms.jpeg=null",
-        "+reward.terms.light={_target_: function, path: 'support.prompts:brightness'}",
-    ]
     code = train(
         f"model.path={subject.folder}",
         "rollout.pipeline.guidance_scale=1.0",
         "rollout.val_kwargs.guidance_scale=1.0",
         *given,
         *frames,
-        *reward,
+        *VIDEO,
         "data.negative_prompt=blurry",
         "model.gradient_checkpointing=true",
         "actor.use_kl_loss=true",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.documented import ROOT
 from support.launching import launch
-from support.runs import NFT, Train, read_rows
+from support.runs import NFT, VIDEO, Train, read_rows
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.checks import check_networks
@@ -35,8 +35,7 @@ SMALL = (
     "actor.optim.lr_scheduler=constant",
     "trainer.total_training_steps=1",
     "reward.terms.ocr=null",
-    "reward.terms.jpeg=null",
-    "+reward.terms.light={_target_: function, path: 'support.prompts:brightness'}",
+    *VIDEO,
 )
 
 BOTH = ("rollout.algo.sde_window_size=2", "rollout.algo.sde_window_range=[1,3]")

@@ -66,4 +66,4 @@ class AheadSource(RolloutSource):
     def _ask(self, step: int) -> Callable[[], Collected]:
         version = self._version_of(step)
         self._source.sync_weights(self._versions[version], version)
-        return self._source.ask(step)
+        return self._source.ask(self._source.prompts(step))

@@ -60,7 +60,7 @@ class EngineSource(RolloutSource):
     def sample(self, prompts: PromptBatch, refill: int = 0) -> Collected:
         """Samples prompts of a step, as `collect` does; each `refill` has noise of its own."""
         step = prompts.step
-        collected = self._ask(prompts, refill)()
+        collected = self.ask(prompts, refill)()
         for version in collected.versions():
             if version != step - 1:
                 raise EngineError(
@@ -71,7 +71,7 @@ class EngineSource(RolloutSource):
     def redraw(self, step: int, rows: Sequence[int]) -> Collected:
         """Samples the given rows of a step alone, in order; there are as many of each prompt."""
         prompts = self.prompts(step)
-        request: Any = self.task.request(prompts, self._seeds(prompts, 0))
+        request: Any = self.task.request(prompts, self._seeds(prompts))
         chosen = replace(
             request,
             samples_per_prompt=len(rows) // len(prompts.prompts),
@@ -81,11 +81,8 @@ class EngineSource(RolloutSource):
         )
         return self._receive(chosen, self.engine.generate(chosen))
 
-    def ask(self, step: int) -> Callable[[], Collected]:
-        """Asks for a step with the engine's present weights; returns what waits for the samples."""
-        return self._ask(self.prompts(step))
-
-    def _ask(self, prompts: PromptBatch, refill: int = 0) -> Callable[[], Collected]:
+    def ask(self, prompts: PromptBatch, refill: int = 0) -> Callable[[], Collected]:
+        """Asks for samples with the engine's present weights; returns what waits for them."""
         request = self.task.request(prompts, self._seeds(prompts, refill))
         if not self.engine.elsewhere:
             return lambda: self._receive(request, self.engine.generate(request))
@@ -138,7 +135,7 @@ class EngineSource(RolloutSource):
         self._receiver.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
-    def _seeds(self, prompts: PromptBatch, refill: int) -> list[int]:
+    def _seeds(self, prompts: PromptBatch, refill: int = 0) -> list[int]:
         # By place in the global batch, so the number of processes changes no sample.
         further = (refill,) if refill else ()
         return [

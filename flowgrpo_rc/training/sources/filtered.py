@@ -19,7 +19,7 @@ from flowgrpo_rc.rewards.collect import collect_rewards
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.training.config import AlgorithmConfig
 from flowgrpo_rc.training.sources.engine import EngineSource
-from flowgrpo_rc.training.sources.source import Collected, RolloutSource
+from flowgrpo_rc.training.sources.source import Collected
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _Scored(NamedTuple):
 
 
 @dataclass(eq=False)
-class FilteredSource(RolloutSource):
+class FilteredSource(EngineSource):
     """Samples again, with the prompts that come next, in the slots whose groups are dropped.
 
     A slot belongs to one process, and its prompt and noise follow from the global batch. So groups
@@ -46,25 +46,23 @@ class FilteredSource(RolloutSource):
     the last refill stays as it is.
     """
 
-    source: EngineSource
-    config: AlgorithmConfig
+    algorithm: AlgorithmConfig
 
     def collect(self, step: int) -> Collected:
         """Samples until all groups of all processes teach, or as often as is allowed."""
-        source, most = self.source, self.config.filter_groups.max_num_gen_batches
-        collected = source.collect(step)
+        collected = super().collect(step)
         scored = _Scored(collected.batch, collected.rewards(), collected.shown)
         drawn = [scored.rewards]
         dropped: Counter[str] = Counter(equal=0, failed=0)
         refills = 0
         # What is missing is the same on all processes, and so is all that follows from it.
-        while missing := source.processes.gather_objects(self._missing(scored)):
-            if refills + 1 == most:
+        while missing := self.processes.gather_objects(self._missing(scored)):
+            if refills + 1 == self.algorithm.filter_groups.max_num_gen_batches:
                 break
             refills += 1
             dropped.update(fault for _, fault in missing)
             slots = sorted(slot for slot, _ in missing)
-            prompts = source.sampler.further(step - 1, len(slots))
+            prompts = self.sampler.further(step - 1, len(slots))
             asked = PromptBatch(step=step, prompts=prompts, slots=slots)
             scored = self._refilled(scored, asked, refills, drawn)
         counts = {f"dropped_{fault}": number for fault, number in dropped.items()}
@@ -74,34 +72,26 @@ class FilteredSource(RolloutSource):
             metrics.max(f"groups/{name}", torch.tensor(float(count)))
         for rewards in drawn:
             metrics.mean("groups/drawn_reward", rewards.total, rewards.valid)
-        teaches = source.processes.any(not bool(self._equal(scored).all()))
+        teaches = self.processes.any(not bool(self._equal(scored).all()))
         if not teaches:
             logger.warning("step %d: no update, since the rewards of all groups are equal", step)
         batch, rewards, shown = scored
         return Collected(batch, lambda: rewards, shown, metrics, teaches=teaches)
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Gives the engine the LoRA after `version` steps."""
-        self.source.sync_weights(state, version)
-
     def state(self) -> dict[str, Any]:
         """Returns how many prompts were drawn beyond those of the steps."""
-        return {"further_prompts": self.source.sampler.num_further}
+        return {"further_prompts": self.sampler.num_further}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on behind the prompts that were drawn."""
-        self.source.sampler.num_further = state["further_prompts"]
-
-    def close(self) -> None:
-        """Closes the engine."""
-        self.source.close()
+        self.sampler.num_further = state["further_prompts"]
 
     def _equal(self, scored: _Scored) -> Tensor:
         """Returns the groups [G] bool, by slot, whose rewards are all equal, as estimators see."""
         group, rewards = scored.batch.group.cpu(), scored.rewards
         columns = [rewards.total]
-        if self.config.adv_estimator == "gdpo":
-            columns = [rewards.parts[name] for name in self.source.rewards.weights]
+        if self.algorithm.adv_estimator == "gdpo":
+            columns = [rewards.parts[name] for name in self.rewards.weights]
         found = [group_relative(column, group, rewards.valid).zero_std for column in columns]
         return torch.stack(found).all(0)
 
@@ -120,14 +110,14 @@ class FilteredSource(RolloutSource):
         self, scored: _Scored, asked: PromptBatch, refill: int, drawn: list[Rewards]
     ) -> _Scored:
         """Returns this process's samples, with new ones in those slots that `asked` names."""
-        source, group = self.source, scored.batch.group
+        group = scored.batch.group
         own = set(group.tolist())
         prompt_of = {s: p for s, p in zip(asked.slots, asked.prompts, strict=True) if s in own}
         if not prompt_of:  # the others count what failed, which takes all processes
-            collect_rewards(source.rewards, [], source.processes, grouped=True, earlier=drawn)
+            collect_rewards(self.rewards, [], self.processes, grouped=True, earlier=drawn)
             return scored
         asked = replace(asked, prompts=[*prompt_of.values()], slots=[*prompt_of])
-        found = source.sample(asked, refill)
+        found = self.sample(asked, refill)
         drawn.append(found.rewards(earlier=drawn))
         stays = ~torch.isin(group, found.batch.group)
         parts = [_Scored(found.batch, drawn[-1], found.shown)]
