@@ -6,6 +6,7 @@ A plug-in outside of the package is named by its full path, `my_package.my_modul
 from __future__ import annotations
 
 import inspect
+import math
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,8 +111,8 @@ def check_choice(key: str, value: str, allowed: Iterable[str]) -> None:
 
 
 def check_least(key: str, value: float | None, least: float) -> None:
-    """Raises ValueError if a setting is a number below the least that is allowed."""
-    if value is not None and value < least:
+    """Raises ValueError if a setting is below the least that is allowed, or not finite."""
+    if value is not None and not least <= value < math.inf:
         raise ValueError(f"{key}={value}: give at least {least}")
 
 

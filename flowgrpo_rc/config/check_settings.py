@@ -352,7 +352,7 @@ def _check_redraw(config: Config) -> None:
     rollout, correction = config.rollout, config.algorithm.rollout_correction
     refuse(
         (config.model.kind == "causal_lm", "is for images"),
-        (config.trained_n() is None, "needs actor.train_n below rollout.n"),
+        (config.trained_n() is None, f"needs actor.train_n below rollout.n={rollout.n}"),
         (
             config.trained_rollout() == replace(rollout, merge_lora=False),
             "has no effect: the rollout is exact; set rollout.quantization or rollout.cache",

@@ -341,4 +341,8 @@ def _first_cause(error: BaseException) -> str:
         key = keys[0] if keys else None
     else:
         text = " ".join([text, *(line for line in lines[1:] if line.startswith("To append"))])
+    if text.endswith("is not Optional"):
+        return f"{key}=null: give a value, or drop it; this key has no null"
+    if text.endswith("is not a ListConfig, list or tuple."):
+        return f"{key}: give a list, {key}=[...]"
     return f"{key}: {text}" if key and key not in text else text

@@ -23,7 +23,7 @@ from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DECOUPLED_CLIP, DiffusionLossConfig, LossConfig
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
-from flowgrpo_rc.plugins import in_seconds, load_class
+from flowgrpo_rc.plugins import did_you_mean, in_seconds, load_class
 from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.rewards.manager import RewardConfig
 from flowgrpo_rc.rollout.config import PACKAGE, CacheConfig, RolloutConfig
@@ -314,6 +314,7 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     absent = [section.name for section in fields(Config) if tree.get(section.name) is None]
     if absent:
         raise ValueError(f"{path} is damaged: it lacks {', '.join(absent)}")
+    blamed = str(path)
     try:
         stored: Any = OmegaConf.to_container(OmegaConf.create(tree))
         for key, value in GONE.items():
@@ -326,12 +327,15 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         merged = OmegaConf.merge(defaults, assets.with_lost_references(stored))
         for override in overrides:
             key = override.partition("=")[0]
+            hint = "" if key in known_keys() else did_you_mean(key, sorted(known_keys()))
+            blamed = f"{override}{hint}"
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
             chosen = reduce(lambda tree, part: tree[part], key.split("."), given)
             chosen = in_seconds(key, chosen)
             OmegaConf.update(merged, key, chosen, merge=not replaces(key, chosen))
+        blamed = str(path)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{blamed}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
     return config

@@ -103,7 +103,7 @@ class ModelConfig:
             if value not in (None, False) and self.kind != "diffusion":
                 given = "true" if value is True else value
                 raise ValueError(f"model.{key}={given} has no effect with model.kind={self.kind}")
-        kept = self.prompt_cache or "memory"
+        kept = "memory" if self.prompt_cache is None else self.prompt_cache
         if kept != "memory" and ("/" not in kept or Path(kept).expanduser().is_file()):
             raise ValueError(
                 f"model.prompt_cache={kept}: give memory, or a folder with a /, such as ./prompts"

@@ -46,6 +46,8 @@ def test_options_of_rewards_and_engines_and_files_take_one(tmp_path: Path) -> No
     assert (of_file.trainer.max_time, of_file.reward.timeout_s) == (7200, 300)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(of_file))
     assert stored_config(tmp_path / "config.yaml", ["reward.timeout_s=1h"]).reward.timeout_s == 3600
+    with pytest.raises(ValueError, match=r"heigth=64 .did you mean 'rollout\.val_kwargs\.height'"):
+        stored_config(tmp_path / "config.yaml", ["rollout.val_kwargs.heigth=64"])
     suite = tmp_path / "suite.yaml"
     (tmp_path / "words.txt").write_text('"A"\n"B"\n')
     suite.write_text("prompts: words.txt\nreward: {terms: {jpeg: {}}, timeout_s: 2m}\n")

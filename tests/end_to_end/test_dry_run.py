@@ -152,8 +152,12 @@ IMAGES = [
     (f"{CACHE} actor.replay=aligned", "actor.replay=aligned: with rollout.cache.window=true"),
     (f"{CACHE} rollout.name=vllm_omni", "rollout.cache.every=2 has no effect with rollout.name"),
     (CACHE, "leaves nothing to reuse: a SD3Transformer2DModel has 2 blocks"),
+    ("rollout.cache.blocks=2", "rollout.cache.blocks: give a list, rollout.cache.blocks=[...]"),
+    ("rollout.cache.every=null", "rollout.cache.every=null: give a value"),
+    ("rollout.val_kwargs.guidance_scale=inf", "guidance_scale=inf: give at least 0"),
+    ("model.prompt_cache=", "model.prompt_cache=: give memory, or a folder with a /"),
     # Samples that are drawn again.
-    ("rollout.redraw=true", "rollout.redraw=true needs actor.train_n below rollout.n"),
+    ("rollout.redraw=true", "needs actor.train_n below rollout.n=2"),
     (f"rollout.n=4 actor.train_n=2 {EXACT} rollout.redraw=true", "the rollout is exact"),
     (f"{REDRAW} rollout.workers=1", "rollout.redraw=true does not go with rollout.workers"),
     (f"{REDRAW} trainer.save_rollouts=true", "does not go with trainer.save_rollouts"),
