@@ -46,8 +46,7 @@ def prepare(arguments: argparse.Namespace) -> int | None:
     if arguments.command == "plan":  # for another machine, which may have other files
         check_settings(config)
         if arguments.fit is not None:
-            asked = arguments.fit
-            size = asked if asked == CARD else f"{in_gib('--fit', asked):g}"
+            size = CARD if arguments.fit == CARD else f"{in_gib('--fit', arguments.fit):g}"
             what = "measures what one and two samples need; a large model takes half a minute"
             print(f"--fit {size}: {what}", file=sys.stderr)
         return None

@@ -34,10 +34,7 @@ from flowgrpo_rc.rewards.manager import (
 from flowgrpo_rc.rollout.config import LEAST, SAMPLED, RolloutConfig
 
 ENDINGS = (".yaml", ".yml")
-HOW_TO_CHANGE = (
-    "change `sampler` in its file, or, if it is one of the package, in a file of yours with "
-    "`base: {}`"
-)
+HOW_TO_CHANGE = "change `sampler` in its file, or in a file of yours with `base: {}`"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _LEAST_PROMPTS = 2  # an interval needs a spread
 # Options of rewards that say where and how fast they score.

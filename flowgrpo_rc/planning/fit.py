@@ -38,10 +38,6 @@ class Line:
         return self.one + (samples - 1) * self.more
 
 
-# Bytes for a desktop on a card that people also look at; a share, not measured.
-_DESKTOP = 2**30
-
-
 def gib_of(fit: float | str) -> float:
     """Returns the GiB that a run may take of a card: a number, or for `card` of the first GPU.
 
@@ -54,7 +50,8 @@ def gib_of(fit: float | str) -> float:
         raise ValueError("--fit: no GPU is visible; give the GiB of a card, such as --fit 24")
     free, total = torch.cuda.mem_get_info(0)
     name = torch.cuda.get_device_name(0)
-    desktop = _DESKTOP if any(word in name for word in ("GeForce", "Radeon RX")) else 0
+    # On a card that people also look at; a share, not measured.
+    desktop = 2**30 if any(word in name for word in ("GeForce", "Radeon RX")) else 0
     return round(min(free + CONTEXT, total - desktop) / 2**30, 1)
 
 

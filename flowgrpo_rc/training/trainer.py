@@ -179,12 +179,10 @@ class Trainer:
             found = found if order is None else found[order]
             advantages.copy_(found.unsqueeze(1))  # mini-batches are views of it
 
+        if early is not None:
+            ordered = ordered.replace(advantages=advantages)
         try:
-            if early is None:
-                metrics = self.update.run(ordered, self.mini_batch_size)
-            else:
-                ordered = ordered.replace(advantages=advantages)
-                metrics = self.update.run(ordered, self.mini_batch_size, ready)
+            metrics = self.update.run(ordered, self.mini_batch_size, ready if early else None)
             if self._step == self.config.total_training_steps:
                 self.update.check_trained()
         except FloatingPointError as error:

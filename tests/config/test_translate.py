@@ -25,7 +25,6 @@ from flowgrpo_rc.config.translate import TranslatedOverrides, translate, values_
 from flowgrpo_rc.config.tree import known_keys
 
 OTHER = "actor_rollout_ref."
-FILTER = "algorithm.filter_groups"
 VLLM = "http://127.0.0.1:8000/v1"
 WHOLE = [f"{OTHER}model.path=a/b", f"{OTHER}rollout.name=vllm_omni"]
 
@@ -383,6 +382,7 @@ def test_a_setting_of_a_peer_is_answered_with_the_key_here(peer: str) -> None:
         ("trainer.v1.sampler.drop_incomplete_groups=True", True),
         ("algorithm.filter_groups.metric=acc", True),
         ("algorithm.filter_groups.metric=seq_reward", False),
+        ("algorithm.filter_groups.metric=null", False),
         ("algorithm.filter_groups.max_num_gen_batches=0", False),
         ("ray_kwargs.ray_init.num_cpus=4", False),
         ("+ray_kwargs.ray_init.runtime_env.x=4", False),
@@ -417,12 +417,10 @@ def test_the_estimator_says_what_is_divided_by() -> None:
 
 
 def test_dapos_filter_of_groups_has_the_same_words_and_is_bounded() -> None:
-    on, most = f"{FILTER}.enable=True", f"{FILTER}.max_num_gen_batches"
-    metric = f"{FILTER}.metric=seq_reward"
+    key = "algorithm.filter_groups"
+    on, most, metric = f"{key}.enable=True", f"{key}.max_num_gen_batches", f"{key}.metric=score"
     found = to_config(compose_config([on, f"{most}=7", metric])).algorithm.filter_groups
     assert (found.enable, found.max_num_gen_batches) == (True, 7)
-    off = compose_all([f"{FILTER}.enable=False", f"{most}=0", f"{FILTER}.metric=null"])
-    assert to_config(off.config).algorithm.filter_groups.enable is False
     with pytest.raises(ValueError, match="refills are bounded"):
         compose_config([on, f"{most}=0"])
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
+from support.runs import NAMES
 from transformers import AutoModelForCausalLM
 
 from flowgrpo_rc.cli import main
@@ -32,19 +33,13 @@ from flowgrpo_rc.rollout import vllm_engine, vllm_omni_engine
 from flowgrpo_rc.training import config as training_config
 
 RC = "algorithm.rollout_correction"
+FILTER = "algorithm.filter_groups"
 NO_MEANS = "rollout.name=support.faulty_engines.NoMeans"
 EXACT = "rollout.merge_lora=false"
 REDRAW = "rollout.n=4 actor.train_n=2 rollout.dtype=bf16 rollout.redraw=true"
 CACHE = "rollout.cache.every=2 rollout.cache.window=true"
 GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
 TEXT = ("--config-name=token_grpo", "trainer.device=cpu", "trainer.output_dir=run")
-MODELS = {
-    "flux": "FluxPipeline",
-    "qwen": "QwenImagePipeline",
-    "sana": "SanaPipeline",
-    "schnell": "flux_schnell",
-    "wan": "WanPipeline",
-}
 
 # Overrides of the small run, and words of the message.
 IMAGES = [
@@ -107,23 +102,14 @@ IMAGES = [
     ("actor.replay=aligned actor.steps_per_forward=null", "actor.steps_per_forward=None"),
     ("actor.ema.update_interval=99", "4 updates"),
     ("data.train_batch_size=64", "data.train_batch_size=64"),
-    (
-        "rollout.merge_lora=true rollout.quantization=int8",
-        "cannot add a LoRA to the weights of roll",
-    ),
+    ("rollout.merge_lora=true rollout.quantization=int8", "cannot add a LoRA to the weights of"),
     ("rollout.merge_lora=true model.quantization=int8", "model.quantization"),
     ("rollout.quantization=int8 model.quantization=int8", "has rounded already: drop one"),
     ("model.quantization=int8 model.dtype=fp64 trainer.mixed_precision=no", "dtype=fp64"),
     ("model.quantization=fp8", "model.quantization='fp8': allowed are int8, int4, nf4"),
     ("rollout.algo.shared_prefix=true rollout.algo.window_sharing=sample", "shared_prefix"),
-    (
-        "rollout.algo.shared_prefix=true actor.replay=aligned",
-        "with rollout.algo.shared_prefix=true",
-    ),
-    (
-        "rollout.n=4 actor.train_n=2 actor.replay=aligned",
-        "actor.replay=aligned: actor.train_n=2 leaves",
-    ),
+    ("rollout.algo.shared_prefix=true actor.replay=aligned", "with rollout.algo.shared_prefix="),
+    ("rollout.n=4 actor.train_n=2 actor.replay=aligned", "replay=aligned: actor.train_n=2 leaves"),
     ("actor.train_n=1 actor.ppo_micro_batch_size_per_gpu=4", "2 samples of a min"),
     ("rollout.dtype=fp64 trainer.mixed_precision=bf16", "trainer.mixed_precision=no"),
     ("trainer.tf32=true rollout.name=vllm_omni rollout.dtype=fp32", "set rollout.dtype=bf16"),
@@ -138,6 +124,11 @@ IMAGES = [
     ("model.prompt_cache=memory data.replay_dir=x", "model.prompt_cache=memory needs prompts"),
     ("model.prompt_cache=memory rollout.workers=1", "rollout.workers=0"),
     ("model.prompt_cache=memory algorithm.filter_groups.enable=true", "are not known ahead"),
+    (f"{FILTER}.enable=true {FILTER}.max_num_gen_batches=1", "batches=1: give at least 2"),
+    (f"{FILTER}.max_num_gen_batches=5", "max_num_gen_batches has no effect without"),
+    (f"{FILTER}.enable=true rollout.staleness=1", "rollout.staleness: steps"),
+    (f"{FILTER}.enable=true actor.replay=aligned", "actor.replay=aligned: groups"),
+    (f"{FILTER}.enable=true data.replay_dir=x", "data.replay_dir: nothing is sampled"),
     ("model.prompt_cache=memory rollout.name=vllm_omni", "set rollout.name=diffusers"),
     ("algorithm.adv_estimator=flow_grpo algorithm.global_std=false", "adv_estimator=grpo"),
     ("rollout.staleness=1 data.replay_dir=x", "rollout.staleness=1"),
@@ -234,10 +225,7 @@ TEXTS = [
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading weights ends the test."""
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a model was loaded")
-
+    fail = Mock(side_effect=AssertionError("a model was loaded"))
     monkeypatch.setattr(base, "load_weights", fail)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
 
@@ -295,7 +283,7 @@ def test_images(
     further: str,
     words: str,
 ) -> None:
-    places = {name: saved(kind) for name, kind in MODELS.items() if f"{{{name}}}" in further}
+    places = {name: saved(kind) for name, kind in NAMES.items() if f"{{{name}}}" in further}
     other = tmp_path / "other"
     other.mkdir()
     (other / "model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')

@@ -1,9 +1,8 @@
-"""Groups that are dropped and filled again: which prompts come, resuming, bounds, refusals."""
+"""Groups that are dropped and filled again: which prompts come, resuming, bounds."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.runs import NFT, Train, final_state, read_rows, stopped_and_whole
@@ -13,11 +12,10 @@ from flowgrpo_rc.training.sources.filtered import FilteredSource
 from flowgrpo_rc.training.sources.source import Collected
 
 FILTER = "algorithm.filter_groups"
-ON = f"{FILTER}.enable=true"
 PICKY = (
     "reward.terms.jpeg=null",
     "+reward.terms.picky={_target_: function, path: 'support.prompts:picky'}",
-    ON,
+    f"{FILTER}.enable=true",
 )
 RC = "algorithm.rollout_correction"
 MODES = {
@@ -44,23 +42,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Collected]:
     return found
 
 
-def expected(stream: list[str], place: int) -> tuple[list[str], list[str], int, int]:
-    """Fills four slots from a stream of prompts, as the page says.
-
-    Returns the prompts of the slots, the dropped ones, the refills and the place behind them.
-    """
-    slots, place = stream[place : place + 4], place + 4
-    dropped = []
-    refills = 0
-    while missing := [slot for slot, word in enumerate(slots) if word in EQUAL | FAILED]:
-        dropped += [slots[slot] for slot in missing]
-        for slot in missing:
-            slots[slot] = stream[place]
-            place += 1
-        refills += 1
-    return slots, dropped, refills, place
-
-
 def test_the_prompts_that_come_next_take_the_places(
     train: Train, tmp_path: Path, prompt_file: Path, given: list[Collected]
 ) -> None:
@@ -68,11 +49,16 @@ def test_the_prompts_that_come_next_take_the_places(
     assert train(*PICKY, "trainer.total_training_steps=4") == 0
     prompts = read_prompts(prompt_file, require_target=True)
     sampler = PromptSampler(prompts, 1, seed=42)
-    stream = [str(sampler.step(place)[0].target) for place in range(100)]
-    place = 0
+    stream = iter([str(sampler.step(place)[0].target) for place in range(100)])
     seeds: set[int] = set()
     for row, collected in zip(read_rows(tmp_path / "run")[1:], given, strict=True):
-        slots, dropped, refills, place = expected(stream, place)
+        # Slots are filled from the stream, as the page says.
+        slots, dropped, refills = [next(stream) for _ in range(4)], [], 0
+        while missing := [slot for slot, word in enumerate(slots) if word in EQUAL | FAILED]:
+            dropped += [slots[slot] for slot in missing]
+            for slot in missing:
+                slots[slot] = next(stream)
+            refills += 1
         assert [prompt.target for prompt in collected.shown.prompts[::2]] == slots
         assert collected.batch.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert row["groups/dropped_failed"] == sum(word in FAILED for word in dropped)
@@ -86,7 +72,7 @@ def test_the_prompts_that_come_next_take_the_places(
         seeds |= totals.keys()
         # Brightness is below 1.
         assert max(totals.values()) < 1
-    assert place > 16
+    assert any(row["groups/refills"] for row in read_rows(tmp_path / "run")[1:])
 
 
 def test_a_run_goes_on_behind_the_prompts_that_were_drawn(train: Train, tmp_path: Path) -> None:
@@ -98,13 +84,7 @@ def test_a_run_goes_on_behind_the_prompts_that_were_drawn(train: Train, tmp_path
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_without_a_signal_take_no_update(
-    train: Train,
-    tmp_path: Path,
-    given: list[Collected],
-    caplog: pytest.LogCaptureFixture,
-    mode: str,
-) -> None:
+def test_steps_without_a_signal_take_no_update(train, tmp_path, given, caplog, mode) -> None:
     words = tmp_path / "equal.txt"
     words.write_text('"HELP"\n"TUV2"\n' * 2)
     settings = (*MODES[mode], f"{FILTER}.max_num_gen_batches=3", f"data.train_files={words}")
@@ -129,20 +109,3 @@ def test_what_is_missing_in_the_end_stays_beside_what_teaches(train: Train, tmp_
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     for row in unfilled:
         assert row["zero_std_ratio"] == row["groups/unfilled"] / 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ((ON, f"{FILTER}.max_num_gen_batches=1"), "max_num_gen_batches=1: give at least 2"),
-        ((f"{FILTER}.max_num_gen_batches=5",), "no effect without"),
-        ((ON, "rollout.staleness=1"), "rollout.staleness: steps"),
-        ((ON, "actor.replay=aligned"), "actor.replay=aligned: groups"),
-        ((ON, "data.replay_dir=/elsewhere"), "data.replay_dir: nothing is sampled"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    train: Train, capfd: Any, settings: tuple[str, ...], words: str
-) -> None:
-    assert train(*settings) == 2
-    assert words in capfd.readouterr().err

@@ -79,18 +79,17 @@ def test_evaluate_agrees_with_the_training(
     stored = json.loads((gamed / "run" / "suites" / "few_words.json").read_text())
     found = stored["comparisons"]["reward"]
     assert (stored["sampler"]["height"], stored["sampler"]["width"]) == (32, 48)
-    card = write_model_card(
-        gamed, gamed / "run", stored_config(gamed / "run" / "config.yaml"), step=8
-    )
+    run = gamed / "run"
+    card = write_model_card(gamed, run, stored_config(run / "config.yaml"), step=8)
     protocol = f"{stored['digest']}, height 32, width 48"
-    environment = json.loads((gamed / "run" / "environment.json").read_text())
+    environment = json.loads((run / "environment.json").read_text())
     assert environment["suites"]["few_words"].startswith(protocol)
-    report = (gamed / "run" / "report.html").read_text()
+    report = (run / "report.html").read_text()
     for text in (card.read_text(), report, report.partition("Suite few_words")[0]):
         assert protocol in text
     assert found["change"]["mean"] == pytest.approx(last["suite/few_words/change"], abs=1e-12)
     assert found["tuned"]["mean"] == pytest.approx(last["suite/few_words/reward"], abs=1e-12)
-    assert "Suite few_words: 24 prompts, 1 samples" in (gamed / "run" / "report.html").read_text()
+    assert "Suite few_words: 24 prompts, 1 samples" in report
     scores = flowgrpo_rc.evaluate("run", suites=["few_words.yaml"], trust=True)
     change = scores.suites["few_words"].comparisons["reward"].change
     assert change.mean == pytest.approx(found["change"]["mean"], abs=1e-12)
@@ -134,12 +133,7 @@ def test_wrong_suites_are_refused_before_a_model_is_loaded(
         assert message in capsys.readouterr().err
 
 
-def test_a_suite_is_checked_before_the_run_is_loaded(
-    gamed: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_suite_is_checked_before_the_run_is_loaded(gamed, monkeypatch, capsys, caplog) -> None:
     monkeypatch.chdir(gamed)
 
     def refused(*words: str) -> str:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
-from support.runs import VIDEO
+from support.runs import NAMES, VIDEO
 from support.tiny_models import TINY
 
 from flowgrpo_rc.models import base
 from flowgrpo_rc.models.sana import Sana
 
-NAMES = {
-    "qwen": "QwenImagePipeline",
-    "wan": "WanPipeline",
-    "schnell": "flux_schnell",
-    "sana": "SanaPipeline",
-    "z_image": "ZImagePipeline",
-}
 P, V = "rollout.pipeline", "rollout.val_kwargs"
 BLUR = "data.negative_prompt=blur"
 
@@ -47,11 +42,7 @@ BLUR = "data.negative_prompt=blur"
         ("qwen", [f"{P}.true_cfg_scale=1", f"{P}.width=24"], ["width=24", "multiples of 16"]),
         ("wan", [*VIDEO, f"{P}.num_frames=5", f"{P}.height=24"], ["height=24", "multiples of 16"]),
         ("wan", [*VIDEO, f"{P}.num_frames=4"], [f"{P}.num_frames=4", "1, 5, ..."]),
-        (
-            "wan",
-            [*VIDEO, f"{P}.num_frames=5", f"{V}.num_frames=4"],
-            [f"{V}.num_frames=4", "1, 5, ..."],
-        ),
+        ("wan", [*VIDEO, f"{P}.num_frames=5", f"{V}.num_frames=4"], [f"{V}.num_frames=4", "1, 5,"]),
         (
             "qwen",
             [f"{P}.true_cfg_scale=1", f"{P}.guidance_scale=4.5", "trainer.suites=[ocr]"],
@@ -77,11 +68,7 @@ def test_a_setting_without_effect_or_meaning_is_refused_before_loading(
 ):
     folder = saved(NAMES[name])
     capsys.readouterr()  # a checkpoint that is written for the first time shows progress bars
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(base, "load_weights", fail)
+    monkeypatch.setattr(base, "load_weights", Mock(side_effect=AssertionError("loaded")))
     assert train(f"model.path={folder}", *given) == 2
     *again, error = capsys.readouterr().err.splitlines()
     assert all("given" in line for line in again), again

@@ -38,7 +38,7 @@ class Part(nn.Module):
 
 
 def test_parts_are_on_the_device_until_the_last_user_has_left() -> None:
-    """Also if the work fails; they are copied for each stay, and dropped after it."""
+    """Also if the work fails; they are copied for each stay, and dropped after it, or stay."""
     part = Part()
     at_home = part.places
     parted = Offloadable([part], CPU, offload=True)
@@ -51,14 +51,8 @@ def test_parts_are_on_the_device_until_the_last_user_has_left() -> None:
             assert part.places == there
             raise KeyError("x")
         assert part.places == at_home
-
-
-def test_without_offloading_parts_stay_on_the_device() -> None:
-    part = Part()
-    parted = Offloadable([part], CPU, offload=False)
-    there = part.places
-    with parted.at_work():
-        assert part.places == there
+    with Offloadable([part], CPU, offload=False).at_work():
+        assert part.places == at_home
 
 
 def test_a_models_encoders_and_its_vae_travel(checkpoint, model, monkeypatch):
@@ -85,8 +79,6 @@ def test_a_models_encoders_and_its_vae_travel(checkpoint, model, monkeypatch):
     found, expected = (encode_prompts(each, prompts, spec) for each in (offloaded, model))
     assert trips == [{"text_encoder", "text_encoder_2", "text_encoder_3"}]
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours is not None
-        assert theirs is not None
         assert torch.equal(ours.embeds, theirs.embeds)
     latents = normal((8, 8, 16), [1])
     assert np.array_equal(offloaded.decode(latents, spec), model.decode(latents, spec))
@@ -143,10 +135,7 @@ def test_the_vae_gets_no_more_at_once(checkpoint, model, monkeypatch, size, deco
         ({"offload_idle": "blocks"}, "model.offload_idle=blocks: give true, false or layers"),
         ({"prompt_cache": "disk"}, "model.prompt_cache=disk: give memory, or a folder"),
         ({"prompt_cache": __file__}, f"model.prompt_cache={__file__}: give memory, or a folder"),
-        (
-            {"prompt_cache": "memory", "kind": "causal_lm"},
-            "model.prompt_cache=memory has no effect",
-        ),
+        ({"prompt_cache": "memory", "kind": "causal_lm"}, "model.prompt_cache=memory has no"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.plans import ARCHITECTURES, job
+from support.plans import ARCHITECTURES, QWEN, SD35, job
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.architecture import build_architecture, unpack_architecture
@@ -40,8 +40,6 @@ PUBLISHED = {
     # Of each transformer "14B" is published.
     "Wan2.2-T2V-A14B-Diffusers": (14_288_491_584, 14_288_491_584, UMT5_XXL, WAN_VAE),
 }
-SD35 = "+experiment=sd35_medium_ocr_1xh100"
-QWEN = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
 
 
 def sizes(run: Job) -> dict[str, int]:
@@ -291,10 +289,7 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
         (["--config-name", "token_grpo"], "model.kind=causal_lm"),
         (["--processes", "3"], "3 processes"),
         (["--processes", "0"], "--processes 0: give at least 1"),
-        (
-            ["model.offload_idle=layers", "rollout.dtype=bf16"],
-            "set rollout.name=diffusers, rollout",
-        ),
+        (["model.offload_idle=layers", "rollout.dtype=bf16"], "set rollout.name=diffusers,"),
         (["--fit", "-1"], "--fit -1: give the GiB of a card, above 0, such as 24 or 24GB"),
         (["--fit", "24TB"], "--fit 24TB: give the GiB of a card"),
         ([QWEN, "rollout.pipeline.true_cfg_scale=null"], "true_cfg_scale"),

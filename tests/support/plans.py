@@ -11,6 +11,8 @@ from flowgrpo_rc.planning.plan import job_of
 from flowgrpo_rc.planning.weights import Job
 
 ARCHITECTURES = config_folder() / "architectures"
+SD35 = "+experiment=sd35_medium_ocr_1xh100"
+QWEN = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
 FILES = ("data.train_files=a.txt", "data.val_files=a.txt")
 _BUILT: dict[str, Job] = {}
 

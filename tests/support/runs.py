@@ -32,6 +32,15 @@ SMALL_TEXT = (
     "trainer.total_training_steps=2",
     "trainer.device=cpu",
 )
+# Of pipelines, by a short name.
+NAMES = {
+    "flux": "FluxPipeline",
+    "qwen": "QwenImagePipeline",
+    "sana": "SanaPipeline",
+    "schnell": "flux_schnell",
+    "wan": "WanPipeline",
+    "z_image": "ZImagePipeline",
+}
 VIDEO = (
     "reward.terms.jpeg=null",
     "+reward.terms.light={_target_: function, path: 'support.prompts:brightness'}",

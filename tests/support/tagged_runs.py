@@ -106,9 +106,6 @@ def two_ranks() -> Iterator[None]:
     def reduce(self: Accelerator, tensor: Tensor, reduction: str = "sum") -> Tensor:
         return _on_device(tensor).clone()
 
-    def all_reduce(tensor: Tensor) -> None:
-        _on_device(tensor)
-
     def gather(self: Accelerator, tensor: Tensor) -> Tensor:
         return torch.cat([_on_device(tensor)] * 2)
 
@@ -116,7 +113,7 @@ def two_ranks() -> Iterator[None]:
         return _on_device(tensor)
 
     with (
-        mock.patch.multiple(torch.distributed, get_backend=lambda: "gloo", all_reduce=all_reduce),
+        mock.patch.multiple(torch.distributed, get_backend=lambda: "gloo", all_reduce=_on_device),
         mock.patch.object(Processes, "meet"),
         mock.patch.multiple(
             Accelerator,

@@ -53,20 +53,17 @@ class FilteredSource(EngineSource):
         collected = super().collect(step)
         scored = _Scored(collected.batch, collected.rewards(), collected.shown)
         drawn = [scored.rewards]
-        dropped: Counter[str] = Counter(equal=0, failed=0)
-        refills = 0
+        counts: Counter[str] = Counter(dropped_equal=0, dropped_failed=0, refills=0)
         # What is missing is the same on all processes, and so is all that follows from it.
         while missing := self.processes.gather_objects(self._missing(scored)):
-            if refills + 1 == self.algorithm.filter_groups.max_num_gen_batches:
+            if counts["refills"] + 1 == self.algorithm.filter_groups.max_num_gen_batches:
                 break
-            refills += 1
-            dropped.update(fault for _, fault in missing)
+            counts.update(["refills", *(f"dropped_{fault}" for _, fault in missing)])
             slots = sorted(slot for slot, _ in missing)
             prompts = self.sampler.further(step - 1, len(slots))
             asked = PromptBatch(step=step, prompts=prompts, slots=slots)
-            scored = self._refilled(scored, asked, refills, drawn)
-        counts = {f"dropped_{fault}": number for fault, number in dropped.items()}
-        counts |= {"refills": refills, "unfilled": len(missing)}
+            scored = self._refilled(scored, asked, counts["refills"], drawn)
+        counts["unfilled"] = len(missing)
         metrics = collected.metrics or MetricBag()
         for name, count in counts.items():
             metrics.max(f"groups/{name}", torch.tensor(float(count)))
@@ -98,13 +95,9 @@ class FilteredSource(EngineSource):
     def _missing(self, scored: _Scored) -> list[tuple[int, str]]:
         """Returns the slots of this process's groups that are dropped, and why."""
         group = scored.batch.group.cpu()
-        failed = set(group[~scored.rewards.valid].tolist())
-        slots = zip(group.unique().tolist(), self._equal(scored).tolist(), strict=True)
-        return [
-            (slot, "failed" if slot in failed else "equal")
-            for slot, is_equal in slots
-            if is_equal or slot in failed
-        ]
+        equal = group.unique()[self._equal(scored)].tolist()
+        failed = group[~scored.rewards.valid].tolist()
+        return [*(dict.fromkeys(equal, "equal") | dict.fromkeys(failed, "failed")).items()]
 
     def _refilled(
         self, scored: _Scored, asked: PromptBatch, refill: int, drawn: list[Rewards]
