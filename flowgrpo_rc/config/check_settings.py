@@ -18,7 +18,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
-from flowgrpo_rc.rewards.manager import check_kind
+from flowgrpo_rc.rewards.manager import build_terms, check_kind
 from flowgrpo_rc.rollout.config import SAMPLED
 
 # What a reward may score, by the kind of the model.
@@ -350,8 +350,11 @@ def _check_filter(config: Config) -> None:
 def _check_redraw(config: Config) -> None:
     """Samples are drawn again in the trainer's process, at once, and other than before."""
     rollout, correction = config.rollout, config.algorithm.rollout_correction
+    terms = build_terms(config.reward).items()
+    comparing = [f"reward.terms.{name}" for name, term in terms if term.reward.groupwise]
     refuse(
         (config.model.kind == "causal_lm", "is for images"),
+        (comparing, f"does not go with {comparing and comparing[0]}, which compares a group"),
         (config.trained_n() is None, f"needs actor.train_n below rollout.n={rollout.n}"),
         (
             config.trained_rollout() == replace(rollout, merge_lora=False),

@@ -60,14 +60,15 @@ class BlockCache:
 
     def start(self, steps: Sequence[int]) -> None:
         """Begins to count a walk, whose evaluations `steps` are cached ones."""
+        self.end()  # an earlier walk may have ended with an error
         self._steps, self._index = frozenset(steps), -1
         self.evaluations = self.skipped = 0
 
     def end(self) -> None:
-        """Forgets the residuals of a walk."""
+        """Forgets the states and residuals of a walk."""
         self.place = self.rows = None
         for stretch in self._stretches:
-            stretch.stored.clear()
+            stretch.forget()
 
     def next_step(self) -> None:
         """Goes to the next evaluation of the walk."""
@@ -133,6 +134,12 @@ class _Stretch:
         self.now: list[Tensor] | None = None  # where the blocks are skipped, the states behind them
         self._before: list[Tensor] = []  # the states before the first block
         self._after: list[Tensor] = []  # the states behind the one that was evaluated last
+
+    def forget(self) -> None:
+        """Holds no tensors until the next walk."""
+        self.stored = {}
+        self.now = None
+        self._before = self._after = []
 
     def enter(self, states: list[Tensor]) -> None:
         """Decides at the first block whether this call skips them all."""

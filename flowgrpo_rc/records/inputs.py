@@ -20,7 +20,7 @@ LARGE = 64 * 2**20  # bytes; a larger file is read in places
 _BLOCK = 2**14  # bytes of a place
 _NUM_BLOCKS = 256
 _WEIGHTS = ".safetensors"
-_SUFFIXES = (".json", _WEIGHTS, ".txt", ".model")  # of a model's folder
+_SUFFIXES = (".json", ".jinja", _WEIGHTS, ".txt", ".model")  # of a model's folder
 
 
 class Input(NamedTuple):

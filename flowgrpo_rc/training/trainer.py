@@ -115,7 +115,7 @@ class Trainer:
             if collected.teaches:
                 self._learn(collected, step)
             else:
-                record_rewards(self._metrics, collected.rewards(), prefix="reward", total="mean")
+                self._record(collected, collected.rewards(), step)
             with self._timed("sync_weights"):
                 self.state.sync(step)
         num_samples = len(collected.batch) * self.processes.count
@@ -135,10 +135,7 @@ class Trainer:
             advantages = collected.advantages
             if advantages is None:  # here, since it waits for the rewards of the other processes
                 advantages = self.advantages.of(batch, rewards, self._metrics)
-        record_rewards(self._metrics, rewards, prefix="reward", total="mean")
-        if self.config.save_rollouts:
-            saved = SavedRollout(collected.batch, rewards, self.task.origin())
-            self.journal.rollout(step, saved)
+        self._record(collected, rewards, step)
         trained = self.advantages.chosen(advantages, batch, self._metrics)
         if early is None:
             with self._timed("update"):
@@ -146,6 +143,13 @@ class Trainer:
         self.algorithm.finish(self._metrics)
         names = partial(self.task.policy.cell_names, collected.batch)
         self.journal.decisions(step, self.algorithm, collected, rewards, names)
+
+    def _record(self, collected: Collected, rewards: Rewards, step: int) -> None:
+        """Measures rewards, and saves the rollout if asked to; a replay needs each step."""
+        record_rewards(self._metrics, rewards, prefix="reward", total="mean")
+        if self.config.save_rollouts:
+            saved = SavedRollout(collected.batch, rewards, self.task.origin())
+            self.journal.rollout(step, saved)
 
     def close(self) -> None:
         """Ends what samples, scores and tells of the run."""

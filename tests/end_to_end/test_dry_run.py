@@ -151,6 +151,10 @@ IMAGES = [
     ("rollout.redraw=true", "needs actor.train_n below rollout.n=2"),
     (f"rollout.n=4 actor.train_n=2 {EXACT} rollout.redraw=true", "the rollout is exact"),
     (f"{REDRAW} rollout.workers=1", "rollout.redraw=true does not go with rollout.workers"),
+    (
+        f"{REDRAW} +reward.terms.vlm_preference.path=a/b",
+        "rollout.redraw=true does not go with reward.terms.vlm_preference, which compares",
+    ),
     (f"{REDRAW} trainer.save_rollouts=true", "does not go with trainer.save_rollouts"),
     (f"{REDRAW} {RC}.exclude_rejected=true", f"does not go with {RC}.exclude_rejected"),
     # The rollout correction.

@@ -8,6 +8,7 @@ import pytest
 from support.runs import NFT, Train, final_state, read_rows, stopped_and_whole
 
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
+from flowgrpo_rc.records.rollout_files import replay_files
 from flowgrpo_rc.training.sources.filtered import FilteredSource
 from flowgrpo_rc.training.sources.source import Collected
 
@@ -88,7 +89,10 @@ def test_steps_without_a_signal_take_no_update(train, tmp_path, given, caplog, m
     words = tmp_path / "equal.txt"
     words.write_text('"HELP"\n"TUV2"\n' * 2)
     settings = (*MODES[mode], f"{FILTER}.max_num_gen_batches=3", f"data.train_files={words}")
-    assert train(*PICKY, *settings) == 0
+    saves = mode != "nft"
+    assert train(*PICKY, *settings, f"trainer.save_rollouts={saves}") == 0
+    if saves:  # a replay is refused unless all steps are there
+        assert len(replay_files(tmp_path / "run", rank=0, count=1)) == 2
     for row in read_rows(tmp_path / "run")[1:]:
         counts = {name: row[f"groups/{name}"] for name in ("dropped_equal", "refills", "unfilled")}
         assert counts == {"dropped_equal": 8, "refills": 2, "unfilled": 4}

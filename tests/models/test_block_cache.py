@@ -126,6 +126,9 @@ def test_a_cached_rollout_is_that_of_a_plain_version(subject, guidance, monkeypa
     (found,) = engine.generate(request)
     (again,) = engine.generate(request)
     assert torch.equal(found.latents, again.latents)
+    assert engine._cache is not None
+    kept = [value for stretch in engine._cache._stretches for value in vars(stretch).values()]
+    assert not any(value for value in kept if isinstance(value, list | dict))
     assert found.batch.spec == request.spec
     plain = plainly_cached(model, request, monkeypatch)
     torch.testing.assert_close(found.latents, plain.latents, rtol=1e-4, atol=1e-4)

@@ -113,11 +113,12 @@ def test_the_digest_of_a_large_file_sees_its_size_and_places_all_over(
 
 
 def test_files_of_a_model_are_its_descriptions_weights_and_vocabularies(tmp_path: Path) -> None:
-    for name in ("model_index.json", "README.md", "vae/config.json", "vae/a.safetensors", "a/b/c"):
+    others = ("README.md", "a/b/c", "tokenizer/chat_template.jinja")
+    for name in ("model_index.json", "vae/config.json", "vae/a.safetensors", *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    names = ["model.path/model_index.json", "model.path/vae/a.safetensors"]
-    names.append("model.path/vae/config.json")
+    names = ["model.path/model_index.json", "model.path/tokenizer/chat_template.jinja"]
+    names += ["model.path/vae/a.safetensors", "model.path/vae/config.json"]
     assert list(model_inputs("model.path", tmp_path)) == names
 
 
