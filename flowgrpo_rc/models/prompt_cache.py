@@ -122,5 +122,6 @@ def _row(encoded: Conditioning, place: int) -> Conditioning:
         return row
     # Padding that is not zero stays: the encoder itself pads to a fixed length.
     used = row.mask[0] | (row.embeds[0] != 0).any(1)
-    length = int(used.nonzero().max()) + 1
+    # An empty prompt may have no token at all; then nothing tells its padding from the batch's.
+    length = 1 + max(used.nonzero().flatten().tolist(), default=len(used) - 1)
     return replace(row, embeds=row.embeds[:, :length], mask=row.mask[:, :length])

@@ -124,6 +124,13 @@ EDITS = [("A", ()), ("B", (b"a picture",))]
 ROWS = Conditioning(embeds=torch.arange(24.0).view(2, 4, 3))
 
 
+def test_a_prompt_without_a_token_keeps_its_padding() -> None:
+    empty = Conditioning(embeds=torch.zeros(1, 3, 2), mask=torch.zeros(1, 3, dtype=torch.bool))
+    cache = PromptCache({}, None)
+    cache.keep(EDITS[:1], SPEC, True, empty)
+    assert_same(cache.find(EDITS[:1], SPEC, True), empty)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "another", "no file of ours"])
 def test_a_damaged_file_is_encoded_anew(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
