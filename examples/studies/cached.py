@@ -43,7 +43,6 @@ ARMS: Mapping[str, Sequence[str]] = {
     "inside": (*CENTERED, *SECOND),
     "inside_recipe": (*ladder.ARMS["recipe"], *SECOND),
     "outside": (*CENTERED, "rollout.cache.every=2"),
-    "third": (*CENTERED, "rollout.cache.every=3", "rollout.cache.window=true"),
     "pool": (*CENTERED, *POOL),
     "scouts": (*CENTERED, *POOL, *SECOND),
     "redrawn": (*CENTERED, *POOL, *SECOND, "rollout.redraw=true"),

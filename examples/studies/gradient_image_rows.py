@@ -9,7 +9,13 @@ from gradient_region_rows import SWEPT, Value
 from gradient_rows import Cells
 from tables import markdown
 
-ROLLOUTS = {"bf16": "bf16", "int4": "int4", "bits2": "2 bits", "stale_8": "8 old"}
+ROLLOUTS = {
+    "bf16": "bf16",
+    "int4": "int4",
+    "bits2": "2 bits",
+    "stale_8": "8 old",
+    "cached": "cached",
+}
 EXACT = "bypass_plain_none"
 CENTERED = ("bypass_centered_none", "decoupled_centered_none", "guard_bypass_plain_none")
 
@@ -82,12 +88,26 @@ def moves(cells: Cells) -> str:
     return f"{short:g} and {long:g}"
 
 
+def cached_cosine(cells: Cells, estimator: str) -> str:
+    """Formats the cosine of gradients on cached rollouts with those on exact ones, over blocks."""
+    return mean(cells["image_cached"]["cosines"][estimator])
+
+
+def mean(values: Sequence[float]) -> str:
+    """Formats a mean and its standard error."""
+    return ratio(values, [1.0] * len(values)).text
+
+
 ENTRIES: dict[str, Callable[[Cells], str]] = {
     "gradient_image": lambda cells: table("slopes", cells),
     "gradient_image_exact": lambda cells: absolute(cells, EXACT).text,
     "gradient_image_moves": moves,
     "gradient_image_int4_gain": lambda cells: gain(cells, "int4").text,
     "gradient_image_bits2_gain": lambda cells: gain(cells, "bits2").text,
+    "gradient_image_cached_cosine": lambda cells: cached_cosine(cells, CENTERED[0]),
+    "gradient_image_cached_plain": lambda cells: cached_cosine(cells, EXACT),
+    "gradient_selection_extremes": lambda cells: mean(cells["image_selection"]["extremes"]),
+    "gradient_selection_half": lambda cells: mean(cells["image_selection"]["half"]),
     "gradient_image_stale_8_gain": lambda cells: gain(cells, "stale_8").text,
 }
 CLAIMS: dict[str, Callable[[Cells], bool]] = {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import algorithms
+import cached
 import diversity
 import ladder
 import ladder_tables
@@ -60,6 +61,8 @@ def arms() -> dict[str, list[str]]:
     }
     for arm in (*algorithms.ARMS, *algorithms.QUANTIZED):
         found[f"algorithms-{arm}"] = algorithms.overrides(Run("fp32", arm, seed=1))
+    for arm in cached.ARMS:
+        found[f"cached-{arm}"] = cached.overrides(Run(cached.ROLLOUT, arm, seed=1))
     for rollout, of_rollout in whole_job.ARMS.items():
         for arm in of_rollout:
             found[f"whole_job-{rollout}-{arm}"] = whole_job.overrides(Run(rollout, arm, seed=1))
