@@ -166,7 +166,7 @@ def _train(
         share = saved_share(trainer.task.model.network, rollout.cache.blocks, cached, steps)
         console.message(
             f"note: rollout.cache: {cached} of the {steps} evaluations of a sample skip the middle "
-            f"blocks, which saves {share:.0%} of the block evaluations"
+            f"blocks, which saves {share:.0%} of its block evaluations"
         )
     try:
         uploads = uploads_of(config) if trainer.processes.is_main else None
@@ -204,6 +204,12 @@ def notes(config: Config) -> Iterator[str]:
         yield (
             f"the run starts from the LoRA of model.lora_path={config.model.lora_path}, and its KL "
             f"penalty pulls to the {pulls[config.actor.kl_reference]}"
+        )
+    plain = not correction.centered or config.clip_ratio() is not None
+    if config.rollout.cache.window and correction.corrects_in_loss and plain:
+        yield (
+            "rollout.cache.window=true adds a mismatch, in which plain log-ratios with a narrow "
+            "clip unlearned the bundled task: set centered=true and clip_ratio=auto:16"
         )
     why = config.why_recompute()
     if why is not None:

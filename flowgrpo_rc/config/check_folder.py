@@ -25,6 +25,8 @@ def check_output(config: Config, num_parameters: int = 0) -> None:
     """Checks that the output folder can be written and that the checkpoints fit on its disk."""
     needed = disk_bytes(config, num_parameters)
     check_writable(Path(config.trainer.output_dir), needed_bytes=needed)
+    if config.model.prompt_cache not in (None, "memory"):
+        check_writable(Path(config.model.prompt_cache), needed_bytes=0, key="model.prompt_cache")
 
 
 def disk_bytes(config: Config, num_parameters: int) -> int:

@@ -75,6 +75,10 @@ def forwards(job: Job) -> list[tuple[str, int, str]]:
     formula = f"{on_a_rank} samples x {denoising} steps{guidance}"
     rows = [("forwards, sampling", on_a_rank * denoising * each_sample, formula)]
     num_trained = config.trained_per_step(job.processes)
+    if rollout.redraw:
+        number = num_trained * denoising * each_sample
+        formula = f"{num_trained} chosen samples x {denoising} steps{guidance}"
+        rows.append(("forwards, redrawn", number, formula))
     each = config.trained_steps() * each_sample
     trained = num_trained * each
     updated = trained * actor.ppo_epochs

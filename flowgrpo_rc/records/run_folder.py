@@ -191,20 +191,20 @@ class RunFolder:
                 shutil.rmtree(path)
 
 
-def check_writable(root: Path, *, needed_bytes: int) -> None:
-    """Raises ValueError, before anything is loaded, if a run cannot be written to `root`."""
+def check_writable(root: Path, *, needed_bytes: int, key: str = "trainer.output_dir") -> None:
+    """Raises ValueError, before anything is loaded, if nothing can be written to `root`."""
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ValueError(
-            f"trainer.output_dir={root} cannot be written: {error.strerror}"
+            f"{key}={root} cannot be written: {error.strerror}; give another folder"
         ) from error
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise ValueError(
-            f"trainer.output_dir={root}: {free / 2**20:.0f} MiB free, a run needs at least "
+            f"{key}={root}: {free / 2**20:.0f} MiB free, a run needs at least "
             f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another folder"
         )
 

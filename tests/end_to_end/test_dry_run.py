@@ -202,6 +202,7 @@ IMAGES = [
     ("model.path={other}", "PixArtAlphaPipeline"),
     # The folder.
     ("trainer.output_dir=/proc/nothing", "trainer.output_dir=/proc/nothing"),
+    ("model.prompt_cache=/proc/nothing/x", "model.prompt_cache=/proc/nothing/x cannot be written"),
     ("data.replay_dir={tmp}", "trainer.save_rollouts"),
 ]
 TEXTS = [

@@ -183,6 +183,10 @@ def test_training_on_some_of_the_samples() -> None:
     chosen = 64 * 9 * 2 // 4
     assert found["forwards with backward"] == f"{chosen:,}"
     assert found["forwards, old policy"] == f"{chosen // 2:,}"
+    cheap = ("rollout.quantization=int8", "rollout.redraw=true")
+    keep = "algorithm.rollout_correction.exclude_rejected=false"
+    redrawn = values(job(*recipe, *cheap, keep))
+    assert redrawn["forwards, redrawn"] == f"{64 // 4 * 10 * 2:,}"
     every = job(*recipe, "actor.old_log_probs=recompute")
     assert values(every)["forwards, old policy"] == f"{64 * 9 * 2:,}"
 
