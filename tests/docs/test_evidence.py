@@ -70,7 +70,8 @@ def test_every_figure_is_there_and_every_file_is_small():
     assert all(link.is_file() for link in links)
     figures = [link for link in links if link.parent.name == "figures"]
     folder = tables.DOCS / "figures"
-    others = {folder / "rooms.svg", folder / "solvers.png", *folder.glob("collapse_*.svg")}  # of other pages
+    # Of other pages.
+    others = {folder / "rooms.svg", folder / "solvers.png", *folder.glob("collapse_*.svg")}
     drawn = set(folder.glob("*")) - others
     assert drawn == set(figures)
     files = [*drawn, *tables.RESULTS.glob("*.jsonl")]
