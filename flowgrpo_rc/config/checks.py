@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -150,29 +149,30 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
         "rollout.pipeline": config.rollout.spec(),
         "rollout.val_kwargs": config.rollout.held_out_spec(),
     }
-    of_suites = {f"suite {suite.name}: sampler": suite for suite in suites}
-    for key, suite in of_suites.items():
-        asked = suite.applied(config.rollout)
-        with _saying_how_to_change(suite):
-            check_model(adapter, asked, key, pinned=suite.sampler)
-        specs[key] = asked.held_out_spec()
+    folder = Path(config.model.path).expanduser()
+    path = str(folder) if folder.exists() else config.model.path
+    model = build_architecture(replace(config.model, path=path))
+    for suite in suites:
+        key, asked = f"suite {suite.name}: sampler", suite.applied(config.rollout)
         run = specs["rollout.val_kwargs"]
         pinned = [f"{k}={v}" for k, v in suite.sampler.items() if v != getattr(run, k)]
         if pinned:
             told = "suite %s pins %s: rollout.val_kwargs does not reach it"
             logger.warning(told, suite.name, ", ".join(pinned))
+        try:
+            check_model(adapter, asked, key, pinned=suite.sampler)
+            model.check(asked.held_out_spec(), key)
+        except ValueError as error:
+            raise ValueError(f"{error}; {HOW_TO_CHANGE.format(suite.name)}") from error
+        specs[key] = asked.held_out_spec()
     guided = any(adapter.cfg_scale(spec) > 1 for spec in specs.values())
     if config.data.negative_prompt and not guided:
         raise ValueError(
             f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: "
             f"set rollout.pipeline.{adapter.cfg_key} above {adapter.unguided_scale:g}, or drop it"
         )
-    folder = Path(config.model.path).expanduser()
-    path = str(folder) if folder.exists() else config.model.path
-    model = build_architecture(replace(config.model, path=path))
     for key, spec in specs.items():
-        with _saying_how_to_change(of_suites.get(key)):
-            model.check(spec, key)
+        model.check(spec, key)
         model.check_scheduler(spec)
         model.check_decoding(spec)
     with META:
@@ -184,17 +184,6 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     if config.rollout.quantization is not None:
         check_shapes(network, config.rollout.quantization)
     return model
-
-
-@contextmanager
-def _saying_how_to_change(suite: Suite | None) -> Iterator[None]:
-    """Adds to an error about a suite how its sampler is changed."""
-    try:
-        yield
-    except ValueError as error:
-        if suite is None:
-            raise
-        raise ValueError(f"{error}; {HOW_TO_CHANGE.format(suite.name)}") from error
 
 
 def check_networks(config: Config, model: FlowModel, num_processes: int) -> None:
