@@ -1,4 +1,4 @@
-"""What training on the extremes of a pool does to the gradient, on the bundled model.
+"""Measures what training on the extremes of a pool does to the gradient, on the bundled model.
 
     python examples/studies/cached_selection.py [--output FOLDER]
 

@@ -1,1 +1,1 @@
-"""What the numbers of another trainer's trajectories show about a run that collapses."""
+"""Finds why a run of another trainer collapses, from the numbers of its trajectories."""

@@ -1,4 +1,4 @@
-"""What is wrong with dumped steps, each as (cause, sentence), the most probable cause first.
+"""Finds what is wrong with dumped steps: (cause, sentence), the most probable cause first.
 
 A cause stands before its consequences: any wrong formula makes a mismatch, and a mismatch fills the
 clip band. So the checks have an order, and some are not asked behind others.

@@ -30,7 +30,7 @@ OWN = {"log_probs": "flow_grpo", "sde_logp": "UniRL", "all_timesteps": "verl-omn
 
 
 class Dump(NamedTuple):
-    """What is looked at; None where it was not dumped."""
+    """Holds what is looked at; None where it was not dumped."""
 
     settings: Mapping[str, Any]  # sde_type, noise_level, clip_ratio and others that were told
     start: Tensor  # states before the steps, fp32 [B, T, D]

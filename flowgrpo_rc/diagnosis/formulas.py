@@ -32,7 +32,7 @@ SIZES = [2 ** (k / 2) for k in range(-6, 7)]  # of what is fitted, relative
 
 
 class Formula(NamedTuple):
-    """How log-probs may have been computed."""
+    """Says how log-probs may have been computed."""
 
     cause: str  # a key of remedies.yaml; empty for the formula of the settings
     words: str

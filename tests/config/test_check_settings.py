@@ -9,6 +9,7 @@ from functools import reduce
 import pytest
 from support.compositions import config_of
 
+from flowgrpo_rc.commands.train import notes
 from flowgrpo_rc.config.check_engine import engine_of
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
@@ -35,6 +36,23 @@ def test_the_bundled_job(nft: Config) -> None:
     assert config.clip_ratio() is None
     assert config.expected_mismatch() is None
     assert settled(config).algorithm.rollout_correction.centered is False
+
+
+@pytest.mark.parametrize(
+    ("further", "told"),
+    [
+        ("actor.optim.lr=1e-3", False),  # the default: centered, with an auto clip
+        (f"{RC}.centered=false", True),
+        ("actor.diffusion_loss.clip_ratio=1e-4", True),
+        (f"{RC}.bypass_mode=false", False),  # the mismatch is not in the ratio
+    ],
+)
+def test_a_cached_window_says_what_it_needs(further: str, told: bool) -> None:
+    words = ("rollout.dtype=fp32", "rollout.cache.every=2", "rollout.cache.window=true", further)
+    said = [
+        note for note in notes(settled(config_of(*words))) if "unlearned the bundled task" in note
+    ]
+    assert len(said) == told
 
 
 def test_quantized_weights_explain_nothing_of_an_engine_with_full_ones() -> None:

@@ -1,4 +1,4 @@
-"""What is read of dumps, under which names, and what is refused."""
+"""Dumps are read under several names, and refused where they cannot be."""
 
 from __future__ import annotations
 

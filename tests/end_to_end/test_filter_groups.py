@@ -31,7 +31,7 @@ EQUAL, FAILED = {"HELP", "TUV2"}, {"K9Q"}
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Collected]:
-    """What the trainer gets in each step."""
+    """Notes what the trainer gets in each step."""
     found: list[Collected] = []
     collect = FilteredSource.collect
 

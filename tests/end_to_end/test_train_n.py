@@ -121,7 +121,7 @@ REDRAWN = (
 def test_chosen_samples_are_drawn_again_as_the_trainer_does(
     train: Train, tmp_path: Path, seen: Any, monkeypatch: pytest.MonkeyPatch, shared_prefix: bool
 ) -> None:
-    """Those of an exact rollout with the same seeds; their group is the pool, scored anew."""
+    """They are those of an exact rollout with the same seeds, in the pool's group, scored anew."""
     noted: list[tuple[Tensor, Rewards]] = []
     receive = EngineSource._receive
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """How a dump is made. The engine samples; the trainer evaluates what it sampled."""
+    """Says how a dump is made: the engine samples, and the trainer evaluates what it sampled."""
 
     seed: int
     kind: str = "sde"

@@ -81,7 +81,7 @@ _ASSIGNMENTS = {Tensor.data.__set__, Tensor.grad.__set__}
 
 
 class Event(NamedTuple):
-    """What makes the host wait, or a copy; `place` is in the package, `source` calls torch."""
+    """Holds a wait of the host, or a copy; `place` is in the package, `source` calls torch."""
 
     phase: str
     kind: str
