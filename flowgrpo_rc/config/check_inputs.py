@@ -131,16 +131,11 @@ def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
         model = Path(index).parent if isinstance(index, str) else model
     if model.is_dir():
         found |= model_inputs("model.path", model)
-    for key, path in _paths_of_rewards(config):
-        found |= model_inputs(key, path) if path.is_dir() else {key: file_input(path)}
-    for name, code in codes(config.reward).items():
-        found |= code_input(f"reward.terms.{name}", code)
-    return found
-
-
-def _paths_of_rewards(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yields the options of rewards that are the path of a file or folder."""
     for name, term in config.reward.terms.items():
         for option, value in (term or {}).items():
             if isinstance(value, str) and "/" in value and Path(value).expanduser().exists():
-                yield f"reward.terms.{name}.{option}", Path(value).expanduser()
+                key, path = f"reward.terms.{name}.{option}", Path(value).expanduser()
+                found |= model_inputs(key, path) if path.is_dir() else {key: file_input(path)}
+    for name, code in codes(config.reward).items():
+        found |= code_input(f"reward.terms.{name}", code)
+    return found

@@ -22,8 +22,6 @@ def k1(log_ratio: Tensor) -> Tensor:
 
     Returns:
       The estimate of KL(rollout | training) at each sample, in nats.
-
-    See http://joschu.net/blog/kl-approx.html.
     """
     return -log_ratio
 
@@ -38,8 +36,6 @@ def k2(log_ratio: Tensor) -> Tensor:
 
     Returns:
       The estimate of KL(rollout | training) at each sample, in nats.
-
-    See http://joschu.net/blog/kl-approx.html.
     """
     return 0.5 * log_ratio**2
 
@@ -55,8 +51,6 @@ def k3(log_ratio: Tensor) -> Tensor:
 
     Returns:
       The estimate of KL(rollout | training) at each sample, in nats and in the given precision.
-
-    See http://joschu.net/blog/kl-approx.html.
     """
     # expm1 keeps the digits that exp(x) - 1 loses near 0; the clamp removes the last rounding
     # error below zero.

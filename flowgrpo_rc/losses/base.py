@@ -8,7 +8,6 @@ forward.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,10 +31,6 @@ class PolicyLoss(NamedTuple):
 
     values: Tensor  # [B, T], differentiable; 0 without gradient where a step is not kept
     metrics: MetricBag  # names without prefix; a run reports them as `actor/NAME`
-
-
-# (log_probs, old_log_probs, advantages, keep_mask), all [B, T] -> the loss of each step.
-StepLoss = Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]
 
 
 class LossBound(NamedTuple):

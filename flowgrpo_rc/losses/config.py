@@ -24,6 +24,7 @@ from flowgrpo_rc.losses.base import (
     TokenLoss,
 )
 from flowgrpo_rc.losses.find import check_effects, make_loss, option_names
+from flowgrpo_rc.plugins import check_choice
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 # Keys of the sections that belong to some losses; the others are read outside of the loss.
@@ -172,11 +173,7 @@ class TokenLossConfig:
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting, or for one without effect, naming its key."""
-        if self.loss_agg_mode not in AGGREGATIONS:
-            raise ValueError(
-                f"{TOKEN_KEY}.loss_agg_mode={self.loss_agg_mode!r}: allowed are "
-                f"{', '.join(AGGREGATIONS)}"
-            )
+        check_choice(f"{TOKEN_KEY}.loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
         if not 0 < self.clip_ratio_low < 1 or not self.clip_ratio_high > 0:
             raise ValueError(
                 f"{TOKEN_KEY}.clip_ratio_low={self.clip_ratio_low}, {TOKEN_KEY}.clip_ratio_high="

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
-from flowgrpo_rc.plugins import build, check_options, load_class
+from flowgrpo_rc.plugins import build, check_choice, check_options, load_class
 from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers, prompt_name
 from flowgrpo_rc.rewards.caller import Caller, users_part
 from flowgrpo_rc.rewards.function import Function
@@ -431,9 +431,6 @@ def _build_term(name: str, term: object) -> Term:
         raise ValueError(f"{where}: {error}") from error
     check_options(reward_class, options, where, others=("weight", "_target_"))
     reward: Reward = build(reward_class, options, where)
-    if reward.kind not in KINDS:
-        raise ValueError(
-            f"{where}: {type(reward).__name__}.kind={reward.kind!r}: allowed are {', '.join(KINDS)}"
-        )
+    check_choice(f"{where}: {type(reward).__name__}.kind", reward.kind, KINDS)
     keys = [name, *(f"{name}/{part}" for part in reward.part_names)]
     return Term(reward=reward, weight=float(weight), keys=keys)

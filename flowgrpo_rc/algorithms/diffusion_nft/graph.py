@@ -64,7 +64,10 @@ class VelocityGraph:
         """
         # All entries are the same sample; `steps` cuts one more of them than there are levels.
         clean = piece.all_latents[:, 1:].flatten(0, 1)
-        noise = normal(clean.shape[1:], _noise_seeds(piece), "forward").to(clean)
+        # Of the sample and the level alone: neither micro-batches nor processes move the noise.
+        levels = zip(piece.seed.tolist(), piece.step_indices.tolist(), strict=True)
+        seeds = [derive_seed(seed, step) for seed, steps in levels for step in steps]
+        noise = normal(clean.shape[1:], seeds, "forward").to(clean)
         sigma = piece.sigmas[piece.step_indices].flatten()
         sigma = sigma.reshape(-1, *[1] * (clean.ndim - 1))
         velocity = self._flow.velocity(piece, (1 - sigma) * clean + sigma * noise)
@@ -77,10 +80,3 @@ class VelocityGraph:
         See "DiffusionNFT", https://arxiv.org/abs/2509.16117, whose published code adds it.
         """
         return (now.velocity - reference.velocity).square().flatten(2).mean(2)
-
-
-def _noise_seeds(piece: DiffusionBatch) -> list[int]:
-    """Returns a seed for each sample and noise level, [b t]."""
-    # Of the sample and the level alone: neither micro-batches nor processes move the noise.
-    levels = zip(piece.seed.tolist(), piece.step_indices.tolist(), strict=True)
-    return [derive_seed(seed, step) for seed, steps in levels for step in steps]

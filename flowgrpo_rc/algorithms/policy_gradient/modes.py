@@ -50,7 +50,13 @@ class Bypass(PolicyGradient):
         """Returns the piece with the decision of the `auto` bands, if it has none yet, and with
         the bound of the loss, if that follows the mismatch.
         """
-        piece = self._decide(piece, now, updates)
+        # Never twice: later epochs come after updates, which have moved the policy on purpose.
+        if self.auto_bands is not None and piece.rejection_mask is None:
+            assert isinstance(piece, DiffusionBatch)  # the configuration allows them for no other
+            piece, judged = self.auto_bands.judge(
+                piece, now.log_probs.detach(), now.step_kl, updates=updates
+            )
+            self._metrics.merge(judged)
         if self.auto_clip is not None:
             assert isinstance(piece, DiffusionBatch)  # the configuration allows it for nothing else
             piece = piece.replace(loss_bound=self.auto_clip.bounds(piece.step_indices))
@@ -75,17 +81,6 @@ class Bypass(PolicyGradient):
             seen.terms.keep_mask,
             None if seen.gaussian is None else seen.gaussian.kl,
         )
-
-    def _decide(self, piece: Any, now: Evaluation, updates: int) -> Any:
-        """Returns a piece with the decision of the `auto` bands, if it has none yet."""
-        if self.auto_bands is None or piece.rejection_mask is not None:
-            return piece
-        # Never twice: later epochs come after updates, which have moved the policy on purpose.
-        judged, metrics = self.auto_bands.judge(
-            piece, now.log_probs.detach(), now.step_kl, updates=updates
-        )
-        self._metrics.merge(metrics)
-        return judged
 
 
 @dataclass(kw_only=True, eq=False)

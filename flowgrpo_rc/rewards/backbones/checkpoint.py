@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_rc import reading
+from flowgrpo_rc.plugins import check_choice
 from flowgrpo_rc.reading import check_on_hub, load_weights
 from flowgrpo_rc.rewards.base import check_at_least_one
 
@@ -62,8 +63,7 @@ def check_loading(*, device: str, dtype: str, batch_size: int) -> None:
         raise ValueError(f"device={device!r}: give auto, cpu, cuda or cuda:1") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: torch finds no CUDA device; give cpu")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
+    check_choice("dtype", dtype, DTYPES)
     check_at_least_one(batch_size=batch_size)
 
 
