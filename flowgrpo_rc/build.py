@@ -288,10 +288,7 @@ def make_task(config: Config, processes: Processes) -> Task:
         for part in transformers(network).values():
             part.enable_gradient_checkpointing()
     policy = FlowPolicy(
-        model,
-        network,
-        autocast=autocast,
-        steps_per_forward=config.actor.steps_per_forward,
+        model, network, autocast=autocast, steps_per_forward=config.actor.steps_per_forward
     )
     return ImageTask(
         model,

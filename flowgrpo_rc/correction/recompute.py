@@ -28,10 +28,7 @@ def why_recompute(correction: RolloutCorrectionConfig, *, sees_rows: bool) -> st
     judges_rows = has_veto or not all(band.per_step for band in criteria)
     needs_rows = judges_rows or not rules.per_step
     reasons = (
-        (
-            correction.custom_correction is not None,
-            f"{KEY}.custom_correction sees the whole batch",
-        ),
+        (correction.custom_correction is not None, f"{KEY}.custom_correction sees the whole batch"),
         (
             rules.batch_normalize,
             f"{KEY}.rollout_is_batch_normalize takes the mean weight of the whole batch",

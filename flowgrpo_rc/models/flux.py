@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
-from flowgrpo_rc.models.layout import (
-    JOINT_ATTENTION,
-    PackedModel,
-    decode_picture,
-    run_transformer,
-)
+from flowgrpo_rc.models.layout import JOINT_ATTENTION, PackedModel, decode_picture, run_transformer
 
 
 class Flux(PackedModel):

@@ -125,12 +125,7 @@ def _module(key: str, kind: str) -> str:
 
 
 def peft_files(
-    state: Mapping[str, Tensor],
-    *,
-    rank: int,
-    alpha: int,
-    target_modules: Sequence[str],
-    base: str,
+    state: Mapping[str, Tensor], *, rank: int, alpha: int, target_modules: Sequence[str], base: str
 ) -> dict[str, bytes]:
     """Makes both files of a LoRA, name -> content, of tensors by their names in the network."""
     described = LoraConfig(

@@ -55,11 +55,7 @@ class Health:
 
 
 def check_rollout_correction_health(
-    metrics: Metrics,
-    config: RolloutCorrectionConfig,
-    *,
-    text: bool = False,
-    fresh: bool = True,
+    metrics: Metrics, config: RolloutCorrectionConfig, *, text: bool = False, fresh: bool = True
 ) -> Health:
     """Judges whether a step's correction metrics look healthy.
 

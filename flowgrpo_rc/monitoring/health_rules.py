@@ -125,10 +125,7 @@ RULES = (
         *("noise", "pre_update_clip_fraction", -inf, MOST_CLIPPED),
         "so many samples are clipped by {cause} before any update{half}; {ways}",
     ),
-    Rule(
-        *("drift", "rollout_rs_seq_masked_fraction", -inf, 0.05),
-        "{rejects}",
-    ),
+    Rule(*("drift", "rollout_rs_seq_masked_fraction", -inf, 0.05), "{rejects}"),
     Rule(
         *("dilution", "rollout_rs_seq_masked_fraction", -inf, 0.10),
         "rejected samples stay in the mean and dilute the gradient; widen {band}, or set "
@@ -153,14 +150,8 @@ RULES = (
     ),
     Rule("ess", "rollout_is_eff_sample_size", 0.3, inf, _SPREAD),
     Rule("is_std", "rollout_is_std", -inf, 1.0, _SPREAD),
-    Rule(
-        *("kl", "kl", -0.1, 0.1),
-        "the policies are far apart; {narrow}, or lower actor.optim.lr",
-    ),
-    Rule(
-        *("chi2", "chi2_token", -inf, 1.0),
-        "the weights' variance is unusable; {narrow}",
-    ),
+    Rule(*("kl", "kl", -0.1, 0.1), "the policies are far apart; {narrow}, or lower actor.optim.lr"),
+    Rule(*("chi2", "chi2_token", -inf, 1.0), "the weights' variance is unusable; {narrow}"),
     Rule(
         *("clipping", "actor/clip_fraction", -inf, 0.5),
         "more than half of the steps are clipped and teach nothing; {recompute}raise "

@@ -16,10 +16,7 @@ from flowgrpo_rc.models.prompt_cache import PromptCache
 
 
 def encode_prompts(
-    model: FlowModel,
-    prompts: Sequence[Prompt],
-    spec: SamplerSpec,
-    cache: PromptCache | None = None,
+    model: FlowModel, prompts: Sequence[Prompt], spec: SamplerSpec, cache: PromptCache | None = None
 ) -> tuple[Conditioning, Conditioning | None]:
     """Encodes prompts and, under classifier-free guidance, their negatives.
 

@@ -31,10 +31,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        make_engine: list[Any],
-        settings: PoolSettings,
-        versions: Mapping[str, str],
+        self, make_engine: list[Any], settings: PoolSettings, versions: Mapping[str, str]
     ) -> None:
         """Starts no worker yet. A worker whose packages have other `versions` will be refused."""
         self._make_engine = make_engine

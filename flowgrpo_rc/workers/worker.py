@@ -74,11 +74,7 @@ class Worker:
         return package_versions(), room_for_more()
 
     def sample(
-        self,
-        request: RolloutRequest,
-        rows: range,
-        version: int,
-        adapter: Sequence[Any],
+        self, request: RolloutRequest, rows: range, version: int, adapter: Sequence[Any]
     ) -> tuple[int, SampledChunk]:
         """Samples the rows of a chunk with a version of the LoRA; returns their bytes and them.
 

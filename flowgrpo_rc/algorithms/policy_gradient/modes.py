@@ -159,11 +159,7 @@ class Decoupled(PolicyGradient):
         self._metrics.merge(metrics)
         assert batch.rejection_mask is not None
         self.decisions.add(
-            batch,
-            old.log_probs,
-            self.policy.cells(batch),
-            batch.rejection_mask,
-            old.step_kl,
+            batch, old.log_probs, self.policy.cells(batch), batch.rejection_mask, old.step_kl
         )
         return batch
 
