@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -27,6 +29,21 @@ def set_numerics(*, deterministic: bool, tf32: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
+
+
+@contextmanager
+def convolving_in_tf32() -> Iterator[None]:
+    """Lets cuDNN convolve fp32 in TF32 inside the context, whatever `tf32` says of products.
+
+    Not where kernels have to give the same bits each time: rewards compute in other threads, and
+    would find the flag on or off by chance.
+    """
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = before or not torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def rounds_to_tf32(dtype: str) -> bool:

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
+from flowgrpo_rc.distributed.numerics import convolving_in_tf32
 from flowgrpo_rc.libraries import unasked
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import ABSENT, read_index
@@ -37,6 +38,7 @@ from flowgrpo_rc.models.prompt_cache import Edit, PromptCache
 from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
+from flowgrpo_rc.models.vae import keep_channels_last
 from flowgrpo_rc.plugins import concrete_subclasses, load_class
 from flowgrpo_rc.reading import blaming, load_weights, loading
 
@@ -148,6 +150,8 @@ class FlowModel(ABC):
         ]
         self._encoders = Offloadable(encoders, device, offload=offload_idle or offload_encoders)
         self._decode_batch_size = decode_batch_size
+        if device.type == "cpu":
+            keep_channels_last(modules["vae"])
         self._vae = Offloadable([modules["vae"]], device, offload=offload_idle)
 
     @property
@@ -229,7 +233,7 @@ class FlowModel(ABC):
     def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         """Decodes final latents to images [B, H, W, 3] or videos [B, F, H, W, 3], uint8."""
         size = self._decode_batch_size or len(latents)
-        with self._vae.at_work():
+        with self._vae.at_work(), convolving_in_tf32():
             parts = [to_uint8(self._decode(part, spec)) for part in latents.split(size)]
         return np.concatenate(parts)
 

@@ -65,7 +65,8 @@ class TrainerConfig:
     mixed_precision: autocast of the training forward.
     deterministic: ask torch for kernels that give the same bits each time on a GPU, as they do on a
         CPU anyway. Not tried on a GPU yet.
-    tf32: multiply fp32 matrices in TF32 on a GPU, in the rollout and in the update. Not tried yet.
+    tf32: multiply fp32 matrices in TF32 on a GPU, in the rollout and in the update. A VAE that
+        decodes in fp32 convolves in TF32 either way, unless `deterministic`. Not tried yet.
     save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another
         run.
     strategy: several processes hold a whole network each (`ddp`) or share the frozen weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from support.runs import Train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.distributed.numerics import rounds_to_tf32, set_numerics
+from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.distributed.numerics import convolving_in_tf32, rounds_to_tf32, set_numerics
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.rollout.config import RolloutConfig
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +24,13 @@ def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "to be removed")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    tf32 = [backend.allow_tf32 for backend in backends]
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    for backend, allowed in zip(backends, tf32, strict=True):
+        backend.allow_tf32 = allowed
 
 
 class Unrepeatable(TorchDispatchMode):
@@ -87,6 +93,28 @@ def test_every_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     set_numerics(deterministic=True, tf32=False)
     assert not rounds_to_tf32("fp32")  # whoever asked for it before
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # that of a user is kept
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_convolutions_of_a_decoding_round_to_tf32(
+    model: FlowModel, monkeypatch: pytest.MonkeyPatch, tf32: bool, deterministic: bool
+) -> None:
+    """Products do not, nor convolutions elsewhere. A thread may run in both, which costs bits."""
+    set_numerics(deterministic=deterministic, tf32=tf32)
+    vae, seen = model.pipeline.vae, []
+    decode = vae.decode
+
+    def noting(*given: object, **options: object) -> object:
+        seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+        return decode(*given, **options)
+
+    monkeypatch.setattr(vae, "decode", noting)
+    model.decode(normal((8, 4, 8), [1]), RolloutConfig().spec())
+    assert seen == [(tf32 or not deterministic, tf32)]
+    with suppress(KeyError), convolving_in_tf32():
+        raise KeyError("x")
+    assert torch.backends.cudnn.allow_tf32 is tf32
 
 
 def test_cuda_that_has_started_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline
 from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
 from flowgrpo_rc.models.networks import transformers
+from flowgrpo_rc.models.vae import keep_channels_last
 from flowgrpo_rc.policies.encode_prompts import encode_prompts, encode_unique
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
@@ -300,6 +301,7 @@ def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -
 def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject, tmp_path, alpha):
     model = subject.load()
     stock = subject.stock()
+    keep_channels_last(stock.vae)
     tiny = subject.tiny
     config = subject.config(lora_alpha=alpha)
     network = add_lora(model, config, seed=0)
@@ -323,6 +325,19 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject, tmp_pa
     assert torch.equal(as_stock, wanted)
     pictures = (call_stock(stock, tiny, tiny.guided, latents, "np") * 255).round().astype(np.uint8)
     assert np.array_equal(model.decode(found, spec), pictures)
+
+
+def test_a_decoder_keeps_channels_last_on_a_cpu(any_subject: Subject) -> None:
+    """Its pictures are those of the stock pipeline, above; what encodes keeps its layout."""
+    laid_out = {4: torch.channels_last, 5: torch.channels_last_3d}
+    count = 0
+    for name, weight in any_subject.load().pipeline.vae.named_parameters():
+        if weight.ndim in laid_out and name.startswith("decoder"):
+            assert weight.is_contiguous(memory_format=laid_out[weight.ndim]), name
+            count += not weight.is_contiguous()
+        else:
+            assert weight.is_contiguous(), name
+    assert count > 0
 
 
 def gradients(

@@ -27,6 +27,7 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.models.vae import keep_channels_last
 from flowgrpo_rc.policies.flow import FlowPolicy
 
 EXAMPLES = ROOT / "examples"
@@ -88,6 +89,7 @@ def test_the_example_of_a_user_s_model_is_its_stock_pipeline_and_trains(tmp_path
     )
     stock = DiffusionPipeline.from_pretrained(folder)
     stock.set_progress_bar_config(disable=True)
+    keep_channels_last(stock.vae)
     arguments = {
         "height": 32,
         "width": 64,
