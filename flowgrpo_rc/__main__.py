@@ -1,7 +1,5 @@
 """`python -m flowgrpo_rc ...` does what `flowgrpo-rc ...` does."""
 
-from __future__ import annotations
-
 import sys
 
 from flowgrpo_rc.cli import main

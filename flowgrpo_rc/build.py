@@ -2,8 +2,6 @@
 update.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -3,8 +3,6 @@
 It parses before it imports torch, so that help and usage errors come at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

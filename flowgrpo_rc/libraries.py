@@ -2,8 +2,6 @@
 lines, and what has to be set before torch uses a GPU.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -5,8 +5,6 @@ A picture is given as a path or as the content of a file (`Prompt.images`).
 Shapes: H x W pixels.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A plug-in outside of the package is named by its full path, `my_package.my_module.MyClass`.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import pkgutil

@@ -4,8 +4,6 @@ for what is damaged or cannot be had from the Hub.
 No Python code that a model brings along is run, and no random numbers stand for lost weights.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence

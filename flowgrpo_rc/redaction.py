@@ -1,7 +1,5 @@
 """Takes secrets out of what is written: by their name, in URLs, and those of the environment."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

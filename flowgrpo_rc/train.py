@@ -2,8 +2,6 @@
 accelerate, which start modules.
 """
 
-from __future__ import annotations
-
 import sys
 
 from flowgrpo_rc.cli import main

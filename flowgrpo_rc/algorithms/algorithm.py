@@ -15,8 +15,6 @@ the update's, `training/update.py`, and the same for all. The calls of one itera
 Legend: b rows of a micro-batch, t steps that one forward evaluates.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar

@@ -1,7 +1,5 @@
 """Files that ship with the package: tiny checkpoints, their prompts, and suites."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ evaluate all blocks. Where steps of the window are cached, its mismatch has to b
 configured loss carries in bypass mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

@@ -3,8 +3,6 @@
 `record` finds what a record shows by itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

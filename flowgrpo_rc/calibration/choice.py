@@ -3,8 +3,6 @@
 Legend: B samples, T steps.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ A fault is believed if a replay that has it gives the engine's log-probs.
 Shapes: B samples, T steps, S denoising steps of the schedule.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Shapes: B samples, T steps of the range that windows are drawn from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: B samples, T steps, D elements of a latent, K elements that are looked at, R = B T.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

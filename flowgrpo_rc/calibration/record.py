@@ -1,7 +1,5 @@
 """Faults that a record, or the engine itself, shows without a replay; each as (cause, sentence)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

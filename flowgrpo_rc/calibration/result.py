@@ -1,7 +1,5 @@
 """The result of a calibration: tables on the terminal, a picture, JSON, and a YAML for training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

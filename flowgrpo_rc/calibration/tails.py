@@ -5,8 +5,6 @@ its advantage. So tails are compared by the correlation of their advantages with
 schedule's own tail, from the same noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

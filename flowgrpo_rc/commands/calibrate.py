@@ -1,7 +1,5 @@
 """`flowgrpo-rc calibrate`: sample a little, replay it, explain the mismatch, choose settings."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

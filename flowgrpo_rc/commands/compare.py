@@ -1,7 +1,5 @@
 """`flowgrpo-rc compare`: write one page about several runs."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

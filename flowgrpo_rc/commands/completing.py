@@ -1,7 +1,5 @@
 """Completes commands, options, configurations and settings in a shell, by argcomplete."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable
 from typing import Any

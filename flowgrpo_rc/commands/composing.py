@@ -4,8 +4,6 @@ It is composed and checked before the command's own module is imported, and with
 models, which take seconds: a wrong setting is answered at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

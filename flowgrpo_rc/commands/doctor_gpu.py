@@ -3,8 +3,6 @@
 Each check also runs where there is no GPU, on what there is.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

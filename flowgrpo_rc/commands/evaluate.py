@@ -1,7 +1,5 @@
 """`flowgrpo-rc evaluate`: score a run's LoRA and its base, on held-out prompts or by suites."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path

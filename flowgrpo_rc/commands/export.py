@@ -1,7 +1,5 @@
 """`flowgrpo-rc export`: write the LoRA of a checkpoint for other programs."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

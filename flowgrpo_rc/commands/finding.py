@@ -1,7 +1,5 @@
 """The run that a command line names, looked for before the libraries of models are imported."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Opens the folder of a run: everything in it is of the step from which the run goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

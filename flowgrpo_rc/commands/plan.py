@@ -3,8 +3,6 @@
 With `--fit` it proposes settings that fit a card.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """`flowgrpo-rc report`: write the page of a run."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Writes what a run leaves for others: LoRAs with their model cards, uploads, and the report."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """`flowgrpo-rc serve-reward`: serve a reward over HTTP."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -1,7 +1,5 @@
 """`flowgrpo-rc train`: check, start a run or go on with one, train, leave the results."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """`flowgrpo-rc watch`: the report of a run in a browser of this machine, while the run goes on."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import hashlib

@@ -3,8 +3,6 @@
 Nothing is loaded. `engine_of` and `engine_options` also serve whoever builds the engine.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

@@ -1,7 +1,5 @@
 """Checks of the folder that a run writes to: room, rights, and the run that it may hold already."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 They import no library of models, so the command line calls them before it imports one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks of prompts against the model: its images, and the tokens that it reads of their texts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial

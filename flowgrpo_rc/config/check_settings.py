@@ -4,8 +4,6 @@ Each section checks itself, in its `validate`. What needs two sections is here. 
 have no effect is an error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace

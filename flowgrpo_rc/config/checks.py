@@ -4,8 +4,6 @@ A training, its dry run, a calibration and an evaluation call `check_run`; a pla
 another machine, calls `check_plan`. So a dry run refuses what a run refuses.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

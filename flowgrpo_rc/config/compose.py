@@ -3,8 +3,6 @@
 The only file that imports hydra.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Keeps each process of a run on a core of its own, where the run has all cores."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import suppress

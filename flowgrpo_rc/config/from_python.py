@@ -1,7 +1,5 @@
 """Takes from Python what a command line gives: arguments, overrides by key, prompts, callbacks."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -2,8 +2,6 @@
 settings ask for, and threads. No library of models is imported for it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

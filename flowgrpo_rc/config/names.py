@@ -1,7 +1,5 @@
 """Names and places of shipped files, for whoever needs no more than these."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 DEFAULT_CONFIG = "tiny_ocr"

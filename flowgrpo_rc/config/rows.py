@@ -1,7 +1,5 @@
 """What became of settings in another system's words: a table to print, and what stops the run."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

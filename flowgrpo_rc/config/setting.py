@@ -1,7 +1,5 @@
 """A setting in another system's words, what may become of it, and the table `foreign.yaml`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Translates settings in verl-omni's words, of a command line or a file, by `foreign.yaml`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What verl-omni's keys of the rewards are here: terms of `reward.terms`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

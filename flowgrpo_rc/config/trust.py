@@ -3,8 +3,6 @@
 It may name code and secrets as that of a command line does, but it may be somebody else's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -9,8 +9,6 @@ Legend: B samples of this process, G groups of this process. A group is the samp
     gdpo       https://arxiv.org/abs/2601.05242, each of several rewards normalised by itself
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

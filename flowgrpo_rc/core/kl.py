@@ -6,8 +6,6 @@ estimate KL(rollout | training). Their mean over samples is the estimate.
 See "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

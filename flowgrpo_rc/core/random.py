@@ -4,8 +4,6 @@ No generator lives from one draw to the next. So a resumed run repeats an uninte
 bit, and a draw depends neither on how samples are batched nor on the number of processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

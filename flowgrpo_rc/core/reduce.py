@@ -7,8 +7,6 @@ so an inf or nan that is masked out has no effect.
 Legend: B samples, T steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

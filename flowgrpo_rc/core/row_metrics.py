@@ -1,7 +1,5 @@
 """RowMetrics: metrics that follow from columns of rows, where rows come in blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Legend: P prompts, n samples of each prompt, T steps of a window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

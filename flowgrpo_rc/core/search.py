@@ -1,7 +1,5 @@
 """A search for the size of a fault that explains numbers best."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -3,8 +3,6 @@
 Legend: B rows, T tokens, L tokens of a whole row (prompt and response), V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ for wrong settings, for shapes that differ, and for log-probs that are no floati
 Legend: B rows, T steps (SDE steps or tokens).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 

@@ -9,8 +9,6 @@ Legend: b rows, T steps of the SDE window, S steps of the schedule, N observatio
 iteration.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Settings of the rollout correction, `algorithm.rollout_correction` in the configuration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ https://arxiv.org/abs/2110.00641. Truncated importance sampling and rejection ar
 Legend: B rows, T steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar
 

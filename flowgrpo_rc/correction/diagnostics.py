@@ -5,8 +5,6 @@ The names are those of the documents. A block of rows [b, T] puts one number of 
 no part.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

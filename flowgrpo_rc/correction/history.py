@@ -3,8 +3,6 @@
 Legend: N observations of an iteration, S steps of the schedule.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -6,8 +6,6 @@ negative and variances zero. Everything here is therefore float64.
 Legend: b rows of a block, T steps. A name that ends in `_B` holds one number for each row, [b].
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """slime's names of verl's metrics."""
 
-from __future__ import annotations
-
 from flowgrpo_rc.core.metrics import MetricBag
 
 SLIME_NAMES = {

@@ -7,8 +7,6 @@ IS: importance weights. RS: rejection. Geometric: mean log-ratio of a sequence. 
 without a PPO clip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar

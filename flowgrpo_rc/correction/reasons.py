@@ -1,7 +1,5 @@
 """Reasons for a rejection, in the words of the settings: for people, on a few rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

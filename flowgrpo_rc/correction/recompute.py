@@ -1,7 +1,5 @@
 """Whether decoupled mode may take forwards of the update for its old policy."""
 
-from __future__ import annotations
-
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import KEY
 

@@ -1,7 +1,5 @@
 """Rejection: which steps stay in the loss, the statistics that decide it, and their metrics."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

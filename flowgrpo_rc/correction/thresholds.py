@@ -1,7 +1,5 @@
 """The grammar of thresholds: bands of rejection criteria, bounds of importance weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

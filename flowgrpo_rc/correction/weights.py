@@ -1,7 +1,5 @@
 """Importance weights from log-ratios training / rollout."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

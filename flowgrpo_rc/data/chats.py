@@ -1,7 +1,5 @@
 """Chats in rows of prompt files, as verl and TRL write them: a list of messages in `prompt`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

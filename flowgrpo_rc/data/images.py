@@ -1,7 +1,5 @@
 """The condition images of a prompt, as a row of a prompt file names them."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

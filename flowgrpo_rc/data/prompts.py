@@ -5,8 +5,6 @@ steps have drawn, which only `algorithm.filter_groups` does. So the mini-batches
 same prompts for any number of processes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

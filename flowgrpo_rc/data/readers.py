@@ -3,8 +3,6 @@
 The folders of flow_grpo and the columns of verl-omni are understood as well.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache

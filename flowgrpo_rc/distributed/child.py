@@ -1,7 +1,5 @@
 """A process that a launcher has started: how many there are, and what `launch` expects of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

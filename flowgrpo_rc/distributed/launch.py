@@ -4,8 +4,6 @@ They find each other as under torchrun. torchrun's own agent does not serve here
 loses the exit codes of its children, and it ends a child that is not the first to stop.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

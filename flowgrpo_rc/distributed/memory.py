@@ -1,7 +1,5 @@
 """Memory: what a host has left, and which phase of a run lacks some, and what makes it smaller."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

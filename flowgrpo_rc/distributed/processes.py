@@ -1,7 +1,5 @@
 """The processes of a run, through accelerate: exact global statistics and a sum of gradients."""
 
-from __future__ import annotations
-
 import math
 import re
 import resource

@@ -6,8 +6,6 @@ checkpoints and export do not know of it. The arithmetic does not change either:
 exactly the bits that were split.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Stopping early, after the current step: a signal and a time limit lose nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

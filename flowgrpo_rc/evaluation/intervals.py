@@ -8,8 +8,6 @@ easy or hard cancels (common random numbers).
 Shapes: P prompts, S samples of each.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import NamedTuple

@@ -4,8 +4,6 @@ It is a small YAML file. Those of the package are in `assets/suites`; a user's o
 of them as its `base` and change some keys.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -3,8 +3,6 @@
 Shapes: P prompts, S samples of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ comes from the environment (HF_TOKEN) or from `hf auth login`; it is never read 
 never printed.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait

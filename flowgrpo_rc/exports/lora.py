@@ -1,7 +1,5 @@
 """LoRA files for other programs: diffusers' format for image models, peft's for language models."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

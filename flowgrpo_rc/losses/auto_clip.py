@@ -7,8 +7,6 @@ standard deviations lets nearly all noise pass, and still holds back what moves 
 Legend: b rows, t steps that one forward evaluates, S steps of the schedule.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ Legend: B samples, T steps (denoising steps of an image, tokens of a response); 
 forward.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """Settings of the policy losses, `actor.diffusion_loss` and `actor.token_loss`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """DiffusionNFT: learns from good and bad samples by flow matching, without log-probs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

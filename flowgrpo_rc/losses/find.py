@@ -1,7 +1,5 @@
 """From a `loss_mode` to the loss: a file of this folder, or a class out of the tree."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol

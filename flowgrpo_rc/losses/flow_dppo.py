@@ -1,7 +1,5 @@
 """Flow-DPPO: a bound on the exact divergence of a step in place of a clip of its ratio."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

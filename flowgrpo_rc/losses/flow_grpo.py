@@ -1,7 +1,5 @@
 """FlowGRPO: the PPO clip on the ratio of a denoising step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

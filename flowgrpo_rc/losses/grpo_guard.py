@@ -1,7 +1,5 @@
 """GRPO-Guard: the PPO clip on a ratio without bias and of the same scale at every step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

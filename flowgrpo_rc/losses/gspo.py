@@ -1,7 +1,5 @@
 """GSPO: the PPO clip on one ratio for the whole response."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The PPO clip, on steps or tokens, what losses with it have in common, and PPO's of tokens."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any

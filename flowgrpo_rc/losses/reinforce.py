@@ -1,7 +1,5 @@
 """REINFORCE on samples of another policy, for steps and tokens."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag

@@ -3,8 +3,6 @@
 It has the names and the shapes of all layers and takes no memory.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import shutil

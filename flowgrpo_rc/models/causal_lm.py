@@ -6,8 +6,6 @@ plain text becomes those of its tokenizer, begin token included, without an end 
 Legend: P prompts, L tokens of the longest prompt, T tokens of the longest response.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

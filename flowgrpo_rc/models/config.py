@@ -1,7 +1,5 @@
 """The settings of the model and their checks. They import no library of models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: B samples, P prompts, N tokens of the condition images of a prompt, C their width.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence

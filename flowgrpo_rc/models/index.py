@@ -1,7 +1,5 @@
 """Small files of a model, local or on the Hub, such as a pipeline's model_index.json."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A LoRA adds a low-rank update to frozen linear layers: W x + (alpha / rank) B A 
 B are trained. See https://arxiv.org/abs/2106.09685.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches

@@ -4,8 +4,6 @@ Diffusion models have one file in the format of diffusers, language models two f
 of peft, which transformers and vLLM read. `flowgrpo_rc.exports` writes them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Such files come from anywhere, so each setting is read here, or has no effect on
 add, or has to be peft's default.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The trained networks of a model: one transformer, or several that share the schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Models and layers that work now and then; idle ones may leave the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

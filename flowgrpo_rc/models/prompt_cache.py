@@ -3,8 +3,6 @@
 Legend: P distinct prompts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

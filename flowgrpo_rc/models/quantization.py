@@ -9,8 +9,6 @@ for the backward pass, and its packed int4 has no backward pass; the int8 of bit
 layer's inputs, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 Legend: H and W height and width of a picture in pixels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

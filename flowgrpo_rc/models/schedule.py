@@ -1,7 +1,5 @@
 """The noise levels that a denoising walks through, and pictures out of the VAE as bytes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -3,8 +3,6 @@
 Legend: B samples, C latent channels, H and W height and width of a picture in pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@
 Legend: B samples, S denoising steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -7,8 +7,6 @@ theirs.
 Legend: B samples, C latent channels, H and W height and width of a picture in pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ mismatch. Here the trainer's own encoders are asked.
 Legend: B samples, N distinct prompts, L text tokens, E width of a text embedding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ while it runs.
 Shapes: b rows, t steps that one decision was about.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

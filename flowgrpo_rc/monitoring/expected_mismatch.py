@@ -13,8 +13,6 @@ in common, which matters for a rollout in another precision.
 Shapes: b rows, t steps, C cells of the policy (`Policy.cells`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

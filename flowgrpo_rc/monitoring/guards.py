@@ -4,8 +4,6 @@ A guard is whatever reports its change since the start with a confidence interva
 `GUARD/change_low` and `GUARD/change_high`. Suites do (`evaluation/suite_runner.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from statistics import fmean, variance

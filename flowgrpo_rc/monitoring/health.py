@@ -4,8 +4,6 @@ A rule whose metric is absent is skipped: without importance weights, for exampl
 largest one.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ Legend: b rows, t steps that one forward evaluates, N observations, C cells (`Po
 steps of the schedule for images, a single one for text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

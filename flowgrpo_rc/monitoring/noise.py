@@ -17,8 +17,6 @@ Legend:
     K     elements that are looked at, at most D
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Legend: N prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 

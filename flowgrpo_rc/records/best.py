@@ -1,7 +1,5 @@
 """The best held-out reward of a run so far. It follows from the rows of metrics.jsonl."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ sums, and renamed; then older ones are deleted. safetensors rejects a truncated 
 flipped bits without complaint; the manifest finds both. Nothing is pickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Settings of the run itself: how long it is, what it leaves, when and where."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Writes down what helps to look into an update that has failed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

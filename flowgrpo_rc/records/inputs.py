@@ -1,7 +1,5 @@
 """Digests of what a run reads, so that it does not go on with other contents."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

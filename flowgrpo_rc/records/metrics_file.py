@@ -1,7 +1,5 @@
 """Files with one JSON object a line: metrics.jsonl and its siblings."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The optimizer's state as plain tensors by name, as a checkpoint holds it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

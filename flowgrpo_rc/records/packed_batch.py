@@ -1,7 +1,5 @@
 """Batches as plain tensors with a header, which is what files hold of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping

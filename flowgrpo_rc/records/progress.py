@@ -1,7 +1,5 @@
 """The progress bar of a run that Python has started, on a terminal or in a notebook."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 They are rows of rejected.jsonl; small pictures lie in rejected/. Number and size are bounded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

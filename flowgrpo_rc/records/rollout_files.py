@@ -5,8 +5,6 @@ the sampling policy, and its rewards. The format is safetensors, with kind, spec
 header.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence

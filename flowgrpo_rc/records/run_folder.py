@@ -1,7 +1,5 @@
 """The folder of a run, and whether a command may continue in it."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Where the numbers of a step go: the files of the run's folder, the console and the trackers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Notices steps that are much slower than those before them, and says what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from statistics import median
 

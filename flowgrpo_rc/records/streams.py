@@ -1,7 +1,5 @@
 """Standard streams that outlive their reader: a run goes on when nobody takes what it prints."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

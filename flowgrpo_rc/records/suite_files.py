@@ -1,7 +1,5 @@
 """Writes what a suite leaves in a run's folder: numbers in JSON, samples beside it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

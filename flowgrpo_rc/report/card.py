@@ -1,7 +1,5 @@
 """A run as a notebook shows it: its numbers, and held-out pictures of before and after."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

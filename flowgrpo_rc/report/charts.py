@@ -3,8 +3,6 @@
 The data stand in the page as JSON, beside their chart, so that a page needs no other file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

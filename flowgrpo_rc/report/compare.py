@@ -1,7 +1,5 @@
 """Several runs on one HTML page: settings, final numbers, and curves in common axes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean

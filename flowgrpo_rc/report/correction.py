@@ -1,7 +1,5 @@
 """The report's charts about rollout correction: curves, timesteps, rejected samples."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Runs of other versions may lack any key; a line without its values is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial

@@ -1,7 +1,5 @@
 """The correction metrics as one figure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Reads the files of a run's folder for the pages. Each may be missing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain

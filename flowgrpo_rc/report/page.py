@@ -2,8 +2,6 @@
 live.js of one that follows its run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -3,8 +3,6 @@
 The page is a function of the folder's files alone: no clock, no network, the same bytes each time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Rows of metrics.jsonl as series and charts, for the report and for figures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the report shows of suites: base model and LoRA side by side, and the change by step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

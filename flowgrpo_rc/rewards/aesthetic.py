@@ -6,8 +6,6 @@ Reference: the improved aesthetic predictor of LAION,
 https://github.com/christophschuhmann/improved-aesthetic-predictor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

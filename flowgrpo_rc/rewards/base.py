@@ -3,8 +3,6 @@
 Shapes: N samples, F frames of a video, H x W pixels.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set

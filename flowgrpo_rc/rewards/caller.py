@@ -1,7 +1,5 @@
 """Calls a reward in a thread of its own, and gives a call up that does not return."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Reference: CLIPScore, https://arxiv.org/abs/2104.08718.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowgrpo_rc.rewards.backbones.clip import ClipReward

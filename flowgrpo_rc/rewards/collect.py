@@ -1,7 +1,5 @@
 """The rewards of a batch that several processes share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

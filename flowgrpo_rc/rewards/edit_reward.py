@@ -3,8 +3,6 @@
 Reference: EditReward, https://arxiv.org/abs/2509.26346.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt

@@ -1,7 +1,5 @@
 """A reward for a response that equals the target: the plainest verifiable reward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

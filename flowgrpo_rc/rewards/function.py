@@ -1,7 +1,5 @@
 """A plain function as a reward, for what needs no class."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

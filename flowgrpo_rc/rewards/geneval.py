@@ -10,8 +10,6 @@ and its answer holds the objects of each image, the most certain first; a colour
     {"objects": [[{"class": "dog", "box": [left, top, right, bottom], "color": "brown"}, ...], ...]}
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

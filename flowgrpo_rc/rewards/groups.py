@@ -4,8 +4,6 @@ An engine hands over samples prompt by prompt, in chunks that may end within a g
 always has whole groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Reference: HPSv2, https://arxiv.org/abs/2306.09341.
 """
 
-from __future__ import annotations
-
 from flowgrpo_rc.rewards.backbones.clip import ClipReward
 
 

@@ -3,8 +3,6 @@
 Reference: HPSv3, https://arxiv.org/abs/2508.03789.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt

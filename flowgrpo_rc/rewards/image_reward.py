@@ -3,8 +3,6 @@
 Reference: ImageReward, https://arxiv.org/abs/2304.05977.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

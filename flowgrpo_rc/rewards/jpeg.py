@@ -3,8 +3,6 @@
 Reference: DDPO, https://arxiv.org/abs/2305.13301.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO

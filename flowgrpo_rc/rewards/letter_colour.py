@@ -3,8 +3,6 @@
 Shapes: N images of H x W pixels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Reference: PickScore, https://arxiv.org/abs/2305.01569.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowgrpo_rc.rewards.backbones.clip import ClipReward

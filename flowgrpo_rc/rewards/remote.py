@@ -3,8 +3,6 @@
 `flowgrpo-rc serve-reward` serves one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

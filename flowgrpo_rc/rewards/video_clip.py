@@ -1,7 +1,5 @@
 """A reward for how well a video fits its prompt: the mean of the `clip` reward over its frames."""
 
-from __future__ import annotations
-
 from flowgrpo_rc.rewards.backbones.frames import FrameMean
 from flowgrpo_rc.rewards.clip import ClipScore
 

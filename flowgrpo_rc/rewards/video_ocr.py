@@ -1,7 +1,5 @@
 """A reward for how well an OCR model reads the target text in a video: the mean over its frames."""
 
-from __future__ import annotations
-
 from flowgrpo_rc.rewards.backbones.frames import FrameMean
 from flowgrpo_rc.rewards.ocr import OCR
 

@@ -1,7 +1,5 @@
 """A reward for what a vision-language model answers to a question about an image or a video."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

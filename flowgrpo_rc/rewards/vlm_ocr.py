@@ -4,8 +4,6 @@ It reads text that the small models of `ocr` cannot. The model answers at an Ope
 endpoint, for instance `vllm serve Qwen/Qwen2.5-VL-7B-Instruct`, or is one of this process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Reference: a win rate within the group as the reward is that of "Pref-GRPO",
 https://arxiv.org/abs/2508.20751.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks settings of the rollout against the model: what it ignores, and what it lacks."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Joins the batches of one rollout, such as the chunks that an engine yields."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The settings of the rollout and their checks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """What the devices of this machine are: the GPUs that processes may see, and their faster dtype."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping

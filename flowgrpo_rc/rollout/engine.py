@@ -4,8 +4,6 @@ Shapes: B samples of a request, b samples of a chunk, T stochastic steps, F fram
 H x W pixels.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Samples of pictures as an engine returns them."""
 
-from __future__ import annotations
-
 import torch
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec

@@ -4,8 +4,6 @@ Only linear layers inside the repeated blocks are quantized, including those tha
 LoRA itself, norms, embedders and the last projection keep the replica's precision.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollouts of text in the trainer's process, through transformers, in a precision of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

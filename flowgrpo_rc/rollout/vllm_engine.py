@@ -1,7 +1,5 @@
 """Rollouts of text by vLLM (https://docs.vllm.ai), on the trainer's GPU in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import weakref

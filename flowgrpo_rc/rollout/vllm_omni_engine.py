@@ -1,7 +1,5 @@
 """Rollouts of image models by vLLM-Omni, beside each trainer process in a process of its own."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -3,8 +3,6 @@
 Legend: B samples, T steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

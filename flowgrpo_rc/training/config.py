@@ -1,7 +1,5 @@
 """Settings of the update and of the advantage estimator."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The first pass over the prompts of a run, before its first step (`model.prompt_cache`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flowgrpo_rc.batch import Prompt

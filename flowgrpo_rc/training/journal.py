@@ -1,7 +1,5 @@
 """What a run writes down of its steps: metrics, warnings, rejected samples, rollouts, failures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The optimizer of the LoRA and its learning-rate schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

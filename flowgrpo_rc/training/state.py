@@ -1,7 +1,5 @@
 """The state of a run: what its checkpoints hold, and how it goes back to one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loop: prompts, rollout, rewards, old log-probs, correction, advantages, update."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

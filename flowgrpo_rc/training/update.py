@@ -1,7 +1,5 @@
 """The update: the losses of an algorithm become optimizer steps on the LoRA."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

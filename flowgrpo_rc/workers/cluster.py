@@ -3,8 +3,6 @@
 Ray is imported when the workers start, once it has been told where to listen.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

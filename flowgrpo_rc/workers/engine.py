@@ -1,7 +1,5 @@
 """The workers as the trainer sees them: one engine, on other cores, cards or machines."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping

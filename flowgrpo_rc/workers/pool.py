@@ -1,7 +1,5 @@
 """Hands chunks to whichever worker is free, and to another one if a worker is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, defaultdict

@@ -3,8 +3,6 @@
 Tensors travel as safetensors, so nothing depends on what a process on the other side has.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

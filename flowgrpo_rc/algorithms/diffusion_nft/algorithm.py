@@ -6,8 +6,6 @@ it.
 Legend: B samples, T noise levels of each; b and t those of one forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

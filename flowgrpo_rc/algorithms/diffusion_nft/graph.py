@@ -4,8 +4,6 @@ Legend: B samples, T noise levels of each; b samples and t noise levels of one f
 them as b t rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ Legend: b rows of a micro-batch, t steps that one forward evaluates or one loss 
 of a whole batch.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

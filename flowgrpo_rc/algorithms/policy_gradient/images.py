@@ -1,7 +1,5 @@
 """The loss of denoising steps."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ No other file asks which mode it is in.
 Legend: b rows of a micro-batch, t steps that one forward evaluates, B and T those of a whole batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

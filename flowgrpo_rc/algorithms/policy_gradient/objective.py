@@ -7,8 +7,6 @@ Between two log-probs and a mask there are three calls:
         judge            which steps stay: every criterion of rejection
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod

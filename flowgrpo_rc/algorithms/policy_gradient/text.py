@@ -1,7 +1,5 @@
 """The loss of tokens."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from flowgrpo_rc.algorithms.policy_gradient.objective import Objective

@@ -1,7 +1,5 @@
 """Checkpoints of scoring models: where they may be, on which device they go, how they load."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

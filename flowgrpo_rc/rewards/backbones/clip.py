@@ -6,8 +6,6 @@ Reference: "Learning Transferable Visual Models From Natural Language Supervisio
 https://arxiv.org/abs/2103.00020.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ The processor of transformers would do the same, but it needs torchvision, for v
 Shapes: N conversations, L tokens of the longest one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

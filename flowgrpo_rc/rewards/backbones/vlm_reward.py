@@ -9,8 +9,6 @@ Reference: HPSv3, https://arxiv.org/abs/2508.03789; EditReward, https://arxiv.or
 Facts about prompt, head and positions are those of MizzenAI/HPSv3 and TIGER-AI-Lab/EditReward.
 """
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

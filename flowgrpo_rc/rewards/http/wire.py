@@ -8,8 +8,6 @@ images are whole files in base64, and are left out if it has none. An answer is 
 Shapes: N samples, F frames of a video, H x W pixels.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import math

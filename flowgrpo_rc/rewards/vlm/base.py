@@ -1,7 +1,5 @@
 """A vision-language model: it is shown pictures, asked a question, and answers in words."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

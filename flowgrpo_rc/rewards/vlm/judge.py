@@ -4,8 +4,6 @@ An answer in which no number can be found is a failure. The judge is asked again
 conversation, and in the end the question has no number. It never becomes 0.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A vision-language model in this process: a Qwen2-VL or Qwen2.5-VL of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """A vision-language model behind an OpenAI-compatible endpoint, such as that of vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sampling with older weights, so that workers can sample steps to come while this one trains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Samples that a cheap rollout has chosen are drawn again as the trainer's policy draws them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

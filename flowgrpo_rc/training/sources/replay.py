@@ -1,7 +1,5 @@
 """Trajectories that another run saved."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where the trajectories of a step come from: an engine, or files that another run saved."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Images or videos of a flow model: SDE windows for training, ODE samples for evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path

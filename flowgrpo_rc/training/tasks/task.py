@@ -1,7 +1,5 @@
 """What differs between training an image model and a language model; the loop knows none of it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 `rollout.val_kwargs.temperature` above 0 samples in evaluation, too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
