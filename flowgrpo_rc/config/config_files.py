@@ -4,8 +4,6 @@ Files of this project are left to Hydra. A file of the user may hold another sys
 `actor_rollout_ref.rollout.n`, and may be a block alone, without `defaults`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +30,7 @@ class ConfigFile:
     name: str  # `tiny_ocr`, or `experiment/NAME`
     tree: Mapping[str, Any]  # in this project's naming, without `defaults`
     defaults: Sequence[Any]  # what it builds on, in Hydra's grammar
-    parents: Sequence[ConfigFile | None]  # the files among them; None stands for the file itself
+    parents: "Sequence[ConfigFile | None]"  # the files among them; None stands for the file itself
     given: Mapping[str, Any] = field(default_factory=dict)  # keys as a file of the user says them
     rows: Sequence[Row] = field(default_factory=list)
     # Whether it builds on what it does not name. Its rollout correction is then a whole one, in
@@ -41,7 +39,7 @@ class ConfigFile:
     is_whole: bool = False  # whether it is a whole configuration of verl-omni
     is_changed: bool = False  # whether Hydra takes it from here, and not from the disk
 
-    def all_files(self) -> Iterator[ConfigFile]:
+    def all_files(self) -> "Iterator[ConfigFile]":
         """Yields this file and those that it builds on."""
         for parent in self.parents:
             if parent is not None:

@@ -4,8 +4,6 @@ A key that is set twice with different values is an error that names both. Nothi
 without a note.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -218,7 +216,7 @@ class _Given(NamedTuple):
     key: str
     value: Any
 
-    def or_else(self, other: _Given) -> _Given:
+    def or_else(self, other: "_Given") -> "_Given":
         return other if self.value is None else self
 
     def is_on(self) -> bool:

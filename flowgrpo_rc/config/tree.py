@@ -2,8 +2,6 @@
 several of them. Defaults live in the dataclasses; `check_settings` checks them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, reduce
@@ -135,7 +133,7 @@ class Config:
         assert not isinstance(band, Tensor)  # it is a number unless it follows the mismatch
         return band
 
-    def with_fixed_clip(self) -> Config:
+    def with_fixed_clip(self) -> "Config":
         """Returns the settings with a number for a `clip_ratio=auto:k` that follows no mismatch.
 
         In decoupled mode the ratio compares two forwards of the training graph, and from saved

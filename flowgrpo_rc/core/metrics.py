@@ -4,8 +4,6 @@ A metric's name has the form "group/name". A last part that starts with `_` mark
 value, which later metrics are derived from and which no result holds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -109,7 +107,7 @@ class MetricBag:
                 for name, (needs, function) in self._derived.items()
             }
 
-    def pick(self, names: Mapping[str, str]) -> MetricBag:
+    def pick(self, names: Mapping[str, str]) -> "MetricBag":
         """Returns some of the metrics under new names.
 
         Args:
@@ -123,7 +121,7 @@ class MetricBag:
             own.update({new: copy(store[old]) for old, new in names.items() if old in store})
         return bag
 
-    def replace(self, other: MetricBag, prefix: str = "") -> None:
+    def replace(self, other: "MetricBag", prefix: str = "") -> None:
         """Takes in another bag in place of the metrics here that have the same names.
 
         Args:
@@ -136,7 +134,7 @@ class MetricBag:
                 del store[name]
         self.merge(other, prefix)
 
-    def merge(self, other: MetricBag, prefix: str = "") -> None:
+    def merge(self, other: "MetricBag", prefix: str = "") -> None:
         """Takes in another bag, as if its elements had been added here.
 
         Args:

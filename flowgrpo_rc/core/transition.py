@@ -18,8 +18,6 @@ The kinds of step, `sde_type` in the configuration:
     dance_sde  DanceGRPO, https://arxiv.org/abs/2505.07818
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -49,7 +47,7 @@ class GaussianSteps(NamedTuple):
     # there.
     centered: Tensor | None = None
 
-    def detached(self) -> GaussianSteps:
+    def detached(self) -> "GaussianSteps":
         """Returns the same facts without gradient."""
         kl = None if self.kl is None else self.kl.detach()
         centered = None if self.centered is None else self.centered.detach()

@@ -1,7 +1,5 @@
 """Held-out evaluation: samples with fixed seeds, scored by the training rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +25,7 @@ class HeldOut(NamedTuple):
     samples: Any  # images, videos or texts; None if they were not decoded
     latents: Tensor | None = None  # of images, [N, ...]; None for texts
 
-    def first(self, count: int) -> HeldOut:
+    def first(self, count: int) -> "HeldOut":
         """Returns the first `count` samples."""
         return HeldOut(*(None if column is None else column[:count] for column in self))
 

@@ -5,8 +5,6 @@ https://verl.readthedocs.io/en/latest/algo/rollout_corr.html and its diffusion c
 rollout must be (its latents, its noise, its prompts) is judged here as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
@@ -40,7 +38,7 @@ class Setup(NamedTuple):
     @classmethod
     def of(
         cls, config: RolloutCorrectionConfig, *, text: bool, fresh: bool, unquantized: float | None
-    ) -> Setup:
+    ) -> "Setup":
         """Parses the settings of a correction."""
         rules = config.rules()
         is_clear = unquantized is not None and unquantized <= _LARGEST_SHARE

@@ -7,8 +7,6 @@ that, for much less than a KL to the base model costs.
 Shapes: N pictures, F frames of a video, H x W pixels, K statistics, C = 192 colours of a thumbnail.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +38,7 @@ class PictureFacts(NamedTuple):
     colours: Tensor  # mean colours of `CELLS` x `CELLS` cells, [N, C]
 
     @classmethod
-    def of(cls, samples: np.ndarray) -> PictureFacts:
+    def of(cls, samples: np.ndarray) -> "PictureFacts":
         """Measures images [N, H, W, 3], or three frames of videos [N, F, H, W, 3]; uint8."""
         if samples.ndim == 4:
             return cls(_statistics(samples), _colours(samples))
@@ -49,7 +47,7 @@ class PictureFacts(NamedTuple):
         return cls(*(torch.stack(columns).mean(0) for columns in zip(*frames, strict=True)))
 
     @classmethod
-    def join(cls, parts: Sequence[PictureFacts]) -> PictureFacts:
+    def join(cls, parts: "Sequence[PictureFacts]") -> "PictureFacts":
         """Joins the facts of several chunks, in order."""
         return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 

@@ -9,8 +9,6 @@ policy cuts it into pieces: a flow policy into one or several steps each, a toke
 A loss may have to see less at once than a forward evaluates, which `steps` is for.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -35,7 +33,7 @@ class Evaluation(NamedTuple):
     gaussian: GaussianSteps | None = None  # of the steps, [b, t]
     means: Tensor | None = None  # their means, [b, t, ...]; None if they were not kept
 
-    def detached(self, *, keep_means: bool = False) -> Evaluation:
+    def detached(self, *, keep_means: bool = False) -> "Evaluation":
         """Returns the same numbers without gradient.
 
         Args:
@@ -161,7 +159,7 @@ class Policy(ABC, Generic[B]):
     @abstractmethod
     def rounded_otherwise(
         self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
-    ) -> Policy[B]:
+    ) -> "Policy[B]":
         """Returns a policy that shares the network, and differs from this one by rounding alone.
 
         Args:

@@ -3,8 +3,6 @@
 Legend: B samples, S denoising steps of the schedule.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -69,7 +67,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     @classmethod
     def replacing(
         cls, scheduler: FlowMatchEulerDiscreteScheduler, *, sde_type: str, noise_level: float
-    ) -> FlowMatchSDEScheduler:
+    ) -> "FlowMatchSDEScheduler":
         """Returns a stochastic scheduler with the settings of another scheduler.
 
         Args:

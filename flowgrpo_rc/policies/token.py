@@ -4,8 +4,6 @@ Legend: B rows, L tokens of the longest prompt, T tokens of the longest response
 vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -166,7 +164,7 @@ class TokenPolicy(Policy[TokenBatch]):
 
     def rounded_otherwise(
         self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
-    ) -> TokenPolicy:
+    ) -> "TokenPolicy":
         """Returns a policy with another autocast, or with moved token embeddings."""
         return TokenPolicy(
             self.model,

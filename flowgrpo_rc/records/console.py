@@ -1,7 +1,5 @@
 """The console output of a training run: a live view on a terminal, else one line for each step."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque
@@ -50,7 +48,7 @@ class Console:
         self._warned: set[str] = set()
         self._marks: deque[tuple[int, float]] = deque(maxlen=_STEPS_FOR_ETA + 1)
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> "Console":
         if self._show_steps and self._rich.is_terminal:
             steps = "step {task.completed}/{task.total}"
             # In a narrow window the bar goes first and these numbers last.

@@ -5,8 +5,6 @@ Evaluations use the same prompts and seeds each time, so two grids can be compar
 Shapes: N samples, F frames of a video, H x W pixels, h x w pixels of a thumbnail.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -45,7 +43,7 @@ class Shown(NamedTuple):
     facts: PictureFacts | None = None  # of pictures that were decoded
 
     @classmethod
-    def of(cls, samples: Any, prompts: Sequence[Prompt]) -> Shown:
+    def of(cls, samples: Any, prompts: Sequence[Prompt]) -> "Shown":
         """Takes what is kept of a chunk's samples: images, videos or texts; None if not decoded."""
         if samples is None:
             return cls(prompts, [None] * len(prompts))
@@ -53,7 +51,7 @@ class Shown(NamedTuple):
             return cls(prompts, list(samples))
         return cls(prompts, [*map(thumbnail, samples)], PictureFacts.of(samples))
 
-    def select(self, index: Sequence[int]) -> Shown:
+    def select(self, index: Sequence[int]) -> "Shown":
         """Returns what is kept of the samples at the positions `index`."""
         return Shown(
             [self.prompts[row] for row in index],
@@ -62,7 +60,7 @@ class Shown(NamedTuple):
         )
 
     @classmethod
-    def join(cls, chunks: Sequence[Shown]) -> Shown:
+    def join(cls, chunks: "Sequence[Shown]") -> "Shown":
         """Joins what is kept of several chunks, in order."""
         facts = [chunk.facts for chunk in chunks if chunk.facts is not None]
         return cls(

@@ -6,8 +6,6 @@ score has no reward, rather than 0, which would teach the policy something.
 Shapes: N samples of a chunk, B samples of all chunks, F frames of a video, H x W pixels.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -69,7 +67,7 @@ class RewardConfig:
 class RewardHandle:
     """A chunk of samples that is being scored; `RewardManager.collect` waits for its rewards."""
 
-    futures: Mapping[str, Future[_Outcome]]  # by term
+    futures: "Mapping[str, Future[_Outcome]]"  # by term
     members: Mapping[str, Sequence[Member]]  # by term that compares groups; empty without groups
     group_size: int  # 0 without groups
     num_samples: int

@@ -1,7 +1,5 @@
 """Groups that teach nothing are dropped, and further prompts are sampled in their places."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -31,7 +29,7 @@ class _Scored(NamedTuple):
     rewards: Rewards
     shown: Shown
 
-    def select(self, rows: Tensor) -> _Scored:
+    def select(self, rows: Tensor) -> "_Scored":
         index = rows.cpu()
         shown = self.shown.select(index.tolist())
         return _Scored(self.batch.select(rows), self.rewards.select(index), shown)
