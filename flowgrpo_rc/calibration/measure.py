@@ -194,7 +194,7 @@ class Copy:
         quantization: str | None,
         rows: int,
         *,
-        merge_lora: bool = False,
+        merge_lora: bool | str = False,
     ) -> None:
         self.replica = Replica(model.network, dtype, quantization, merge_lora=merge_lora)
         self.policy = FlowPolicy(model, self.replica.network)

@@ -191,7 +191,7 @@ def compare(
         return measured
 
     def copied(dtype: str, quantization: str | None) -> tuple[Copy, list[Mismatch]]:
-        merge = bool(config.rollout.merge_lora)
+        merge = config.rollout.merge_lora or False
         copy = Copy(model, dtype, quantization, chunk_size(config), merge_lora=merge)
         return copy, [mismatch_of(*each, copy) for each in compared]
 

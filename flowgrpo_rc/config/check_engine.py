@@ -50,7 +50,7 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     rollout, kind, name = config.rollout, config.model.kind, f"rollout.name={config.rollout.name}"
     offered = ", ".join(engine.quantizations) or "none (see rollout.engine_kwargs)"
     useless = f"has no effect with {name}: drop it"
-    images = rollout.pipeline.condition_images
+    images, merge = rollout.pipeline.condition_images, rollout.merge_lora
     needs_means = config.data.replay_dir is None and config.keep_means()
     own = config.model.quantization and f"model.quantization={config.model.quantization}"
     quantized = own or f"rollout.quantization={rollout.quantization}"
@@ -62,16 +62,15 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             f"rollout.quantization={rollout.quantization!r}: {name} offers {offered}",
         ),
         (rollout.compile and not engine.compiles, f"rollout.compile=true {useless}"),
-        (rollout.merge_lora and not engine.merges_lora, f"rollout.merge_lora=true {useless}"),
+        (merge and not engine.merges_lora, f"rollout.merge_lora={merge} {useless}"),
         (
             rollout.quantization and own,
             f"rollout.quantization={rollout.quantization}: {name} samples with the trainer's "
             f"weights, which {own} has rounded already: drop one of them",
         ),
         (
-            rollout.merge_lora and (own or rollout.quantization),
-            f"rollout.merge_lora=true cannot add a LoRA to the weights of {quantized}: drop one of "
-            "them",
+            merge is True and (own or rollout.quantization),
+            f"rollout.merge_lora=true cannot add a LoRA to the weights of {quantized}: drop one",
         ),
         (
             config.trainer.tf32 and rollout.dtype == "fp32" and not engine.copies_network,
@@ -182,7 +181,7 @@ def check_machine(config: Config, device: torch.device) -> None:
         _check_workers(config, device)
         _check_options_on(config, device)
     _check_compiler(config, device)
-    if rollout.merge_lora and resolve_strategy(config.trainer.strategy) == "fsdp2":
+    if rollout.merge_lora is True and resolve_strategy(config.trainer.strategy) == "fsdp2":
         raise ValueError(
             "rollout.merge_lora=true needs the trainer's whole weights on each process, and "
             "trainer.strategy=fsdp2 shards them: drop one of them"

@@ -36,7 +36,7 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
     if rollout.merge_lora is None:
         sharded = resolve_strategy(config.trainer.strategy) == "fsdp2"
         wanted = earlier.rollout.merge_lora if earlier else _merges_at_no_loss(config)
-        rollout = replace(rollout, merge_lora=wanted and not sharded)
+        rollout = replace(rollout, merge_lora=False if sharded and wanted is True else wanted)
     if correction.centered is None:
         centered = earlier.algorithm.rollout_correction.centered if earlier else _has_means(config)
         correction = replace(correction, centered=centered)

@@ -19,6 +19,7 @@ from flowgrpo_rc.models.quantization import QuantizedLinear, precision, quantize
 from flowgrpo_rc.plugins import load_class
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.manager import PACKAGE
+from flowgrpo_rc.rollout.config import ROUNDED
 from flowgrpo_rc.rollout.quantization import INT4_GROUP
 from flowgrpo_rc.rollout.replica import lora_layers
 
@@ -260,15 +261,16 @@ def _copy_that_samples(job: Job, strategy: str) -> Row:
     elif rollout.dtype != job.config.model.dtype:
         formula = f"{rollout.dtype} transformer and LoRA"
     else:
-        lora = 4 * job.trained
+        kept = rollout.dtype if rollout.merge_lora == ROUNDED else "fp32"
+        lora = DTYPES[kept].itemsize * job.trained
         if strategy == "fsdp2":
-            formula = f"{rollout.dtype} transformer, whole, and fp32 LoRA"
-        elif rollout.merge_lora:
+            formula = f"{rollout.dtype} transformer, whole, and {kept} LoRA"
+        elif rollout.merge_lora is True:
             weights = [layer.get_base_layer().weight for layer in lora_layers(job.model.network)]
             size = sum(weight.numel() * weight.itemsize for weight in weights)
             formula = f"fp32 LoRA, and {len(weights)} {rollout.dtype} weights that it is added to"
         else:
-            size, formula = 0, "shares the frozen weights; fp32 LoRA of its own"
+            size, formula = 0, f"shares the frozen weights; {kept} LoRA of its own"
     return "rollout copy", size + lora, formula
 
 

@@ -14,6 +14,7 @@ from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.rollout.quantization import PACKAGES
 
 PACKAGE = "flowgrpo_rc.rollout"
+ROUNDED = "rounded"  # a LoRA that is apart, in the rollout's precision
 
 # The least value of settings that are numbers, by their keys in `rollout`. Each may also be null if
 # that is its default.
@@ -196,7 +197,8 @@ class RolloutConfig:
         chooses them.
     merge_lora: add the LoRA to the sampling weights, where the engine offers it: faster forwards,
         and weights that are rounded once more; null: if that is possible, costs no precision
-        (model.dtype is not bf16) and actor.replay is not aligned.
+        (model.dtype is not bf16) and actor.replay is not aligned. `rounded`: apart, but in `dtype`
+        where model.dtype is the same, beside which the LoRA stays fp32 otherwise.
     staleness: sample up to this many steps ahead of training, with weights that are as many steps
         older.
     micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
@@ -220,7 +222,7 @@ class RolloutConfig:
     quantization: str | None = None
     compile: bool = False
     redraw: bool = False
-    merge_lora: bool | None = False
+    merge_lora: bool | str | None = False
     staleness: int = 0
     micro_batch_size_per_gpu: int | None = None
     temperature: float = 1.0
@@ -324,6 +326,10 @@ class RolloutConfig:
             )
         for key, allowed in ALLOWED.items():
             check_choice(f"rollout.{key}", attrgetter(key)(self), allowed)
+        if self.merge_lora not in (None, True, False, ROUNDED):
+            raise ValueError(
+                f"rollout.merge_lora={self.merge_lora}: give true, false, null or {ROUNDED}"
+            )
         for key, least in LEAST.items():
             check_least(f"rollout.{key}", attrgetter(key)(self), least)
         if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:

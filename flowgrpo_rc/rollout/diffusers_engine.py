@@ -40,7 +40,7 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
         chunk_size: int,
         quantization: str | None = None,
         compile: bool = False,
-        merge_lora: bool = False,
+        merge_lora: bool | str = False,
         cached_blocks: tuple[int, ...] = (),
     ) -> None:
         backend = "inductor" if compile else None

@@ -17,6 +17,7 @@ from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.lora_files import ADAPTER
 from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.models.quantization import precision, repeated_blocks
+from flowgrpo_rc.rollout.config import ROUNDED
 from flowgrpo_rc.rollout.engine import R, RolloutEngine, check_tensors
 from flowgrpo_rc.rollout.quantization import PACKAGES, plain_layers, quantize
 
@@ -30,6 +31,7 @@ class Replica:
     * The LoRA is always a copy. It stays separate unless `merge_lora` adds it to the weights, which
       saves its own layers at every forward. Sums in bf16 then round a small update away, or up. A
       sum is always made of the trainer's weights, so that its rounding does not add up.
+    * Where nothing else is converted the LoRA stays as it is, unless `merge_lora` is `rounded`.
     * The LoRA is marked as trainable, as the trainer's is. torch multiplies by such a weight in
       another way, with other bits, even where no gradient is recorded.
     * Buffers that a checkpoint does not hold keep their precision, as they do when a model is
@@ -42,7 +44,7 @@ class Replica:
         dtype: str,
         quantization: str | None = None,
         backend: Any = None,
-        merge_lora: bool = False,
+        merge_lora: bool | str = False,
     ) -> None:
         # deepcopy takes what it finds in its memo: tensors to share, or those that are converted
         # here, one by one, so that the first precision is never held twice.
@@ -55,9 +57,12 @@ class Replica:
         memo |= {id(p): p for p in network.parameters() if not p.is_floating_point()}
         replica = copy.deepcopy(network, memo=memo)
         self.lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
+        if merge_lora == ROUNDED:
+            for parameter in self.lora.values():
+                parameter.data = parameter.data.to(DTYPES[dtype])
         self.network: Any = replica.eval()
         self.precision = precision(dtype, quantization)
-        self._merged = _prepare_merging(network, replica) if merge_lora else []
+        self._merged = _prepare_merging(network, replica) if merge_lora is True else []
         self._merge()
         if quantization is not None:
             quantize(replica, quantization)

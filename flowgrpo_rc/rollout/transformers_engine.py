@@ -25,7 +25,7 @@ class TransformersEngine(ReplicaEngine[TextRequest]):
         dtype: str,
         chunk_size: int,
         quantization: str | None = None,
-        merge_lora: bool = False,
+        merge_lora: bool | str = False,
     ) -> None:
         self._replica = Replica(network, dtype, quantization, merge_lora=merge_lora)
         self._policy = TokenPolicy(model, self._replica.network)

@@ -124,17 +124,17 @@ def test_a_lora_is_merged_where_that_loses_nothing():
     assert merges("rollout.name=vllm_omni") is False
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_given_choice_to_merge_stands(given: bool):
+@pytest.mark.parametrize("given", [True, False, "rounded"])
+def test_a_given_choice_to_merge_stands(given: bool | str):
     config = settled(config_of(f"rollout.merge_lora={given}", "rollout.quantization=int8"))
-    assert config.rollout.merge_lora is given
+    assert config.rollout.merge_lora == given
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_run_that_goes_on_keeps_its_weights_merged_or_not(tmp_path: Path, kept: bool):
+@pytest.mark.parametrize("kept", [True, False, "rounded"])
+def test_a_run_that_goes_on_keeps_its_weights_merged_or_not(tmp_path: Path, kept: bool | str):
     output = begun(tmp_path, f"rollout.merge_lora={kept}")
-    assert merges(output) is kept
-    assert merges(output, "trainer.strategy=fsdp2") is False
+    assert merges(output) == kept
+    assert merges(output, "trainer.strategy=fsdp2") == (kept == "rounded" and kept)
 
 
 @pytest.mark.parametrize(

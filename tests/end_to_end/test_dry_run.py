@@ -104,6 +104,8 @@ IMAGES = [
     ("data.train_batch_size=64", "data.train_batch_size=64"),
     ("rollout.merge_lora=true rollout.quantization=int8", "cannot add a LoRA to the weights of"),
     ("rollout.merge_lora=true model.quantization=int8", "model.quantization"),
+    ("rollout.merge_lora=round", "rollout.merge_lora=round: give true, false, null or rounded"),
+    ("rollout.merge_lora=rounded rollout.name=vllm_omni", "rollout.merge_lora=rounded has no"),
     ("rollout.quantization=int8 model.quantization=int8", "has rounded already: drop one"),
     ("model.quantization=int8 model.dtype=fp64 trainer.mixed_precision=no", "dtype=fp64"),
     ("model.quantization=fp8", "model.quantization='fp8': allowed are int8, int4, nf4"),

@@ -43,6 +43,7 @@ CASES = {
         "rollout.algo.sde_window_interval=1",
         "actor.diffusion_loss.dual_clip=4",
     ),
+    "rounded": (*BYPASS, "model.dtype=bf16", "rollout.merge_lora=rounded"),
     "decoupled": (f"{RC}.bypass_mode=false", "rollout.algo.sde_type=cps", f"{RC}.rollout_is=token"),
 }
 

@@ -66,10 +66,14 @@ def any_subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) ->
 
 
 def roll(
-    model: FlowModel, network: torch.nn.Module, tiny: Tiny, spec: SamplerSpec
+    model: FlowModel,
+    network: torch.nn.Module,
+    tiny: Tiny,
+    spec: SamplerSpec,
+    merge_lora: bool | str = False,
 ) -> tuple[DiffusionBatch, np.ndarray]:
     """Samples two images of each prompt, stochastic in all steps but the last."""
-    engine = DiffusersEngine(model, network, dtype=spec.dtype, chunk_size=4)
+    engine = DiffusersEngine(model, network, dtype=spec.dtype, chunk_size=4, merge_lora=merge_lora)
     steps = spec.num_inference_steps - 1
     request = ImageRequest(
         prompts=PromptBatch(step=1, prompts=prompts_for(tiny), slots=[0, 1]),
@@ -434,12 +438,16 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
 
 
 @pytest.mark.kernels
-def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(subject):
-    model = subject.load()
+@pytest.mark.parametrize(
+    ("dtype", "merge_lora"), [("fp32", False), ("bf16", "rounded"), ("bf16", True)]
+)
+def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(subject, dtype, merge_lora):
+    model = subject.load(dtype)
     tiny = subject.tiny
     network = trained_lora(model)
     for guidance in GUIDANCE:
-        batch, _ = roll(model, network, tiny, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
+        spec = tiny.spec("sde", vars(tiny)[guidance], dtype="bf16")
+        batch, _ = roll(model, network, tiny, spec, merge_lora)
         assert batch.all_latents.dtype == batch.rollout_log_probs.dtype == torch.float32
         assert 1e-7 < difference(model, network, batch).abs().mean() < BF16_BOUND
 

@@ -219,6 +219,9 @@ def test_settings_that_save_memory() -> None:
     assert sizes(job(SD35, "rollout.staleness=2"))["older LoRAs"] == 2 * base["LoRA"]
     merged = sizes(job(SD35, "rollout.merge_lora=true"))["rollout copy"]
     assert merged == base["rollout copy"] + 2 * (24 * 8 - 1) * width**2
+    assert (
+        2 * sizes(job(SD35, "rollout.merge_lora=rounded"))["rollout copy"] == base["rollout copy"]
+    )
     away = job(SD35, "rollout.workers=4")
     assert sizes(away)["rollout copy"] == 0
     frozen = base["transformer"] + base["text encoders, VAE"]

@@ -51,6 +51,26 @@ def test_a_merged_lora_gives_the_outputs_of_a_separate_one(trained_lm, dtype, to
     torch.testing.assert_close(*synced, rtol=0, atol=tolerance)
 
 
+def test_a_rounded_lora_stays_apart_and_follows_in_the_rollouts_precision(trained_lm):
+    """Beside bf16 weights, which are shared; the trainer's LoRA stays fp32."""
+    network = trained_lm.network
+    for parameter in network.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    replica = Replica(network, "bf16", merge_lora="rounded")
+    state = updated(trained_lm)
+    replica.sync(state, 1)
+    for name, tensor in state.items():
+        assert torch.equal(replica.lora[name], tensor.bfloat16()), name
+        assert not torch.equal(replica.lora[name].float(), tensor), name
+    trained = dict(network.named_parameters())
+    for name, copied in replica.network.named_parameters():
+        shared = trained[name].data_ptr() == copied.data_ptr()
+        assert (shared, trained[name].dtype) == (
+            (False, torch.float32) if name in state else (True, torch.bfloat16)
+        )
+
+
 def test_merging_leaves_the_trainers_weights_alone_and_adds_nothing_up(trained_lm):
     before = {name: p.clone() for name, p in trained_lm.network.named_parameters()}
     replica = Replica(trained_lm.network, "fp32", merge_lora=True)
