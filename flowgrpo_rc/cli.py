@@ -24,11 +24,8 @@ from flowgrpo_rc.redaction import redact
 BOTH = ("transformers", "diffusers")
 # Commands that import what their command line names; the others are given a run's folder. A suite
 # of the user's may name a reward of the user's.
-OWN_CODE = ("train", "plan", "calibrate", "serve-reward")
-LIBRARIES = {
-    **dict.fromkeys(("train", "plan", "calibrate", "evaluate"), BOTH),
-    "serve-reward": ("transformers",),
-}
+OWN_CODE = ("train", "plan", "calibrate", "diagnose", "serve-reward")
+LIBRARIES = {"evaluate": BOTH, "serve-reward": ("transformers",)}  # where nothing is composed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,11 +45,13 @@ def _run(words: list[str]) -> int:
     arguments = _parsed(words)
     follow_parent()
     set_allocator()
-    if arguments.command in LIBRARIES and sys.stderr.isatty() and not is_child():
+    given = vars(arguments)
+    composes = "config_name" in given and given["overrides"] is not None
+    libraries = BOTH if composes else LIBRARIES.get(arguments.command, ())
+    if libraries and sys.stderr.isatty() and not is_child():
         print(f"{arguments.command}: loads libraries and checks", file=sys.stderr, flush=True)
     for room in () if is_first() else ("config", "data"):  # each process would say the same
         logging.getLogger(f"flowgrpo_rc.{room}").setLevel(logging.ERROR)
-    given = vars(arguments)
     own_code = arguments.command in OWN_CODE or given.get("trust") or given.get("suite")
     if own_code and "" not in sys.path and os.getcwd() not in sys.path:
         # Rewards and functions of the user's own, as under `python -m`.
@@ -66,11 +65,11 @@ def _run(words: list[str]) -> int:
     from flowgrpo_rc.rollout.engine import EngineError
 
     try:
-        done = prepare(arguments) if "config_name" in arguments else None
+        done = prepare(arguments) if composes else None
         if done is not None:
             return done
         check_run_folder(arguments)
-        with quiet(*LIBRARIES.get(arguments.command, ())):
+        with quiet(*libraries):
             module = arguments.command.replace("-", "_")
             command = import_module(f"flowgrpo_rc.commands.{module}")
             return int(command.main(arguments))
@@ -111,7 +110,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     command = commands[words[0]]
     found, unknown = command.parse_known_intermixed_args(words[1:], arguments)
     # To argparse a word with a space is no option.
-    unknown += [word for word in vars(found).get("overrides", ()) if word.startswith("--")]
+    unknown += [word for word in vars(found).get("overrides") or () if word.startswith("--")]
     if "=" in str(getattr(found, "fit", None)):  # the override behind an option without a number
         found.overrides.append(found.fit)
         found.fit = CARD
@@ -217,6 +216,13 @@ _COMPARE = {
 }
 _DIAGNOSE = {
     "dump": _option("a .safetensors file, or a folder of them", metavar="DUMP"),
+    **{name: _CONFIG[name] for name in ("--config-name", "--config-dir")},
+    "--model": _option(
+        "also evaluate the steps with the model of these settings, such as model.path=...",
+        nargs="*",
+        dest="overrides",
+        metavar="key=value",
+    ),
     "--out": _option("the page (%(default)s)", default="diagnosis.html", metavar="FILE"),
 }
 _SERVE_REWARD = {

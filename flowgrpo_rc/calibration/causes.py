@@ -107,7 +107,7 @@ def diagnose(
     copies: Sequence[Mismatch],
     found: Sequence[tuple[str, str]],
     noise: NoiseReport,
-    whitespace: Replay,
+    whitespace: Replay | None = None,
 ) -> Diagnosis:
     """Explains the mismatch of a few recorded steps.
 
@@ -130,7 +130,7 @@ def diagnose(
     healthy = not explained and as_recorded <= BEYOND * allowed
     found = list(found)
     if not explained:
-        found += _of_prompts(whitespace, allowed, resolution)
+        found += _of_prompts(whitespace, allowed, resolution) if whitespace else []
         wrong = [*noise.wrong, *(noise.moments if healthy else ())]
         found += [("noise", sentence) for sentence in wrong]
         nearest = _least(plain)

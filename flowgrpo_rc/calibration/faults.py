@@ -87,7 +87,8 @@ class Replay:
         """Tries every fault that has no size."""
         for cause, fault, change in self._changes():
             yield Trial(cause, fault, self._residual(change))
-        yield from self._lost_latents()
+        if self._rollout.request.seeds:  # else nobody knows the noise
+            yield from self._lost_latents()
         yield from self._late_log_probs()
         current = self._lora.current
         states: Sequence[tuple[str, str, State]] = (

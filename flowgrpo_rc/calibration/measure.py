@@ -15,7 +15,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import derive_seed, generator
 from flowgrpo_rc.correction.history import ROBUST
 from flowgrpo_rc.losses.config import DiffusionLossConfig
-from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
@@ -24,6 +24,7 @@ from flowgrpo_rc.rollout.engine import ImageRequest, RolloutEngine
 from flowgrpo_rc.rollout.replica import Replica
 
 MOVEMENT = 0.02  # size of a planted movement, relative to the weights that it is added to
+PRECISIONS = ("fp32", "fp16", "bf16")  # of the copies, besides the engine's own precision
 FEW = (2, 4)  # number of prompts, and samples of each, that the replays use
 
 
@@ -223,3 +224,15 @@ def mismatch_of(
         timesteps=rollout.timesteps,
         differences=log_probs.double() - others.double(),
     )
+
+
+def same_as_trainer(config: Config) -> str | None:
+    """Returns the precision in which a copy is the trainer's network; None under autocast."""
+    return config.model.dtype if config.trainer.mixed_precision == "no" else None
+
+
+def other_precisions(config: Config) -> list[str]:
+    """Returns the precisions of further copies, none with larger weights than the trainer's."""
+    known = (config.rollout.spec().dtype, same_as_trainer(config))
+    size = DTYPES[config.model.dtype].itemsize
+    return [name for name in PRECISIONS if name not in known and DTYPES[name].itemsize <= size]

@@ -26,8 +26,10 @@ from flowgrpo_rc.calibration.measure import (
     ask,
     mismatch_of,
     other_guidance,
+    other_precisions,
     plant_movements,
     require_finite,
+    same_as_trainer,
     sample,
 )
 from flowgrpo_rc.calibration.noise import check_noise
@@ -43,13 +45,11 @@ from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
-from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.tasks.image import ImageTask
-
-PRECISIONS = ("fp32", "fp16", "bf16")  # of the copies, besides the engine's own precision
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -225,18 +225,6 @@ def compare(
     shown = [each for copy in copies for each in copy if each.precision != same_as_trainer(config)]
     bound = bound_of(config, whole.differences, many)
     return [whole, engine_other, *shown], bound, diagnosis
-
-
-def same_as_trainer(config: Config) -> str | None:
-    """Returns the precision in which a copy is the trainer's network; None under autocast."""
-    return config.model.dtype if config.trainer.mixed_precision == "no" else None
-
-
-def other_precisions(config: Config) -> list[str]:
-    """Returns the precisions of further copies, none with larger weights than the trainer's."""
-    known = (config.rollout.spec().dtype, same_as_trainer(config))
-    size = DTYPES[config.model.dtype].itemsize
-    return [name for name in PRECISIONS if name not in known and DTYPES[name].itemsize <= size]
 
 
 def _checked_prompts(config: Config, num_prompts: int, mode: str) -> list[Prompt]:

@@ -20,7 +20,7 @@ from flowgrpo_rc.plugins import in_gib
 
 
 def prepare(arguments: argparse.Namespace) -> int | None:
-    """Composes and checks the configuration of train, plan or calibrate, and prints what was
+    """Composes and checks the configuration of a command that takes settings, and prints what was
     written in other words. The arguments get a `composition`.
 
     A training of several processes is done here: they import what it needs, and this process waits.

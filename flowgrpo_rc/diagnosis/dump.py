@@ -1,12 +1,11 @@
-"""Steps that another trainer sampled, from a safetensors file; no more is read than is looked at.
+"""Steps that another trainer sampled, from safetensors; no more is read than is looked at.
 
 Legend: B samples, T steps of each, S steps of the schedule, D elements of a latent.
 """
 
-from __future__ import annotations
-
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ from torch import Tensor
 from flowgrpo_rc.core.transition import KINDS
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 
-MOST_SAMPLES = 256  # that are looked at
-MOST_ELEMENTS = 2**26  # of a tensor that is read
+MOST_SAMPLES = 256  # that are looked at, of all files
+MOST_ELEMENTS = 2**26  # of a tensor that are read, of all files
 # What tensors and settings are called in the code of flow_grpo, UniRL, verl-omni and this package.
 NAMES = {
     **{"log_probs": "rollout_log_probs", "sde_logp": "rollout_log_probs"},
@@ -26,28 +25,44 @@ NAMES = {
     **{"all_latents": "latents", "all_timesteps": "timesteps", "sde_indices": "step_indices"},
     **{"eta": "noise_level", "clip_range": "clip_ratio"},
 }
-OWN = {"log_probs": "flow_grpo", "sde_logp": "UniRL", "all_timesteps": "verl-omni"}
+NEEDED = ("noise_level", "sde_type")
+TABLES = {"rollout": "rollout_log_probs", "old": "old_log_probs", "new": "new_log_probs"}
+TABLES |= {"timesteps": "timesteps", "place": "step_indices"}
 
 
 class Dump(NamedTuple):
-    """Holds what is looked at; None where it was not dumped."""
+    """Holds what is looked at; None where a file lacks it."""
 
     settings: Mapping[str, Any]  # sde_type, noise_level, clip_ratio and others that were told
+    shape: Sequence[int]  # of a latent
+    sigmas: Tensor  # the schedule, float64 [S+1]
+    prompts: Sequence[str]  # of each sample; empty if not told
     start: Tensor  # states before the steps, fp32 [B, T, D]
     end: Tensor  # states behind the steps, [B, T, D]
-    means: Tensor | None  # that these were drawn about, [B, T, D]
     rollout: Tensor  # log-probs of the policy that sampled, float64 [B, T]
-    old: Tensor | None  # of the training graph before any update, [B, T]
-    new: Tensor | None  # of the training graph after an update, [B, T]
-    timesteps: Tensor | None  # [B, T]
-    sigmas: Tensor  # the schedule, float64 [S+1]; nan where it is not known
     place: Tensor  # of each step in the schedule, int64 [B, T]
-    advantages: Tensor | None  # float64, of all samples of the file
-    group: Tensor | None  # of all samples of the file
+    means: Tensor | None = None  # that the ends were drawn about, [B, T, D]
+    old: Tensor | None = None  # log-probs of the training graph before any update, [B, T]
+    new: Tensor | None = None  # of the training graph after an update, [B, T]
+    timesteps: Tensor | None = None  # [B, T]
+    advantages: Tensor | None = None  # of all samples, also of those that are not looked at
+    group: Tensor | None = None  # likewise
+
+    def by_step(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns mean and number of the finite values [B, T] of each step of the schedule, [S]."""
+        known, place = torch.isfinite(values).flatten(), self.place.flatten()
+        zeros = torch.zeros(len(self.sigmas) - 1, dtype=torch.float64)
+        count = zeros.index_add(0, place, known.double())
+        return zeros.index_add(0, place, torch.where(known, values.flatten(), 0.0)) / count, count
+
+    def sigma(self, by: int = 0) -> Tensor:
+        """Returns the noise level so many places behind each step's start, [B, T], or nan."""
+        padded = torch.cat([self.sigmas, self.sigmas.new_full((3,), math.nan)])
+        return padded[self.place + by]  # place -1 is the last one
 
 
 def read_dump(path: Path) -> Dump:
-    """Reads a .safetensors file, or the first one of a folder; ValueError for anything else."""
+    """Reads a .safetensors file, or those of a folder by name; ValueError for anything else."""
     there = sorted(path.iterdir()) if path.is_dir() else [path, path.with_suffix(".json")]
     files = [one for one in there if one.suffix == ".safetensors" and one.exists()]
     if not files:
@@ -56,15 +71,28 @@ def read_dump(path: Path) -> Dump:
             ".pkl, .bin) can run code and is not read: save its tensors with "
             "safetensors.torch.save_file; the page about diagnose has ten lines for each trainer"
         )
-    with blaming(path), safe_open(files[0], framework="pt") as handle:
-        told = dict(handle.metadata() or {})
-        if "rollout" in told:
-            told |= parse_mapping(told["rollout"])["spec"] | {"trainer": "flowgrpo_rc"}
-        for one in there:
-            told |= read_mapping(one) if one.suffix == ".json" and one.exists() else {}
-        own = [trainer for name, trainer in OWN.items() if name in handle.keys()]  # noqa: SIM118
-        told = {"trainer": (*own, "unknown")[0]} | told
-        return _dump(handle, _checked({NAMES.get(name, name): told[name] for name in told}))
+    stems = {one.stem for one in files}
+    notes = [one for one in there if one.suffix == ".json" and one.exists()]
+    files = files[:: math.ceil(len(files) / MOST_SAMPLES)]  # evenly spread ones of too many
+    dumps: list[Dump] = []
+    for number, file in enumerate(files):
+        with blaming(file), safe_open(file, framework="pt") as handle:
+            told = {"trainer": "unknown"} | dict(handle.metadata() or {})
+            if "rollout" in told:  # a file of this package
+                told |= parse_mapping(told["rollout"])["spec"] | {"trainer": "flowgrpo_rc"}
+            for note in notes:  # its own, and those of the whole folder
+                told |= read_mapping(note) if note.stem not in stems - {file.stem} else {}
+            settings = _checked({NAMES.get(name, name): told[name] for name in told})
+            dumps.append(_read(_Tensors(handle, len(files)), settings, number))
+            kinds = [[one.settings[name] for name in NEEDED] for one in (dumps[0], dumps[-1])]
+            alike = kinds[0] == kinds[1] and torch.equal(dumps[0].sigmas, dumps[-1].sigmas)
+            if not alike or dumps[0].start.shape[1:] != dumps[-1].start.shape[1:]:
+                raise ValueError("its steps, sigmas or settings are not those of the first file")
+    joined: dict[str, Any] = {"prompts": [text for dump in dumps for text in dump.prompts]}
+    for name in Dump._fields[4:]:
+        parts = [getattr(dump, name) for dump in dumps]
+        joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
+    return dumps[0]._replace(**joined)
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
@@ -73,93 +101,86 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         settings[name] = float(settings[name])
         if not 0 < settings[name] < math.inf:
             raise ValueError(f"{name}={settings[name]:g} must be above 0")
-    if "noise_level" not in settings or settings.get("sde_type") not in KINDS:
-        kinds = f"noise_level and sde_type ({', '.join(KINDS)})"
+    if not {*NEEDED} <= settings.keys() or settings["sde_type"] not in KINDS:
+        kinds = f"{' and '.join(NEEDED)} ({', '.join(KINDS)})"
         raise ValueError(f"it needs {kinds}, in its metadata or in a JSON of the same name")
     return settings
 
 
-def _dump(handle: Any, settings: dict[str, Any]) -> Dump:
-    names = {NAMES.get(key, key): key for key in handle.keys()}  # noqa: SIM118, it is no mapping
+class _Tensors:
+    """Holds the tensors of one of some open files, by our names; read only when asked for."""
 
-    def shape(name: str) -> list[int]:
-        if name not in names:
-            raise ValueError(f"it has no tensor {name!r}, but {', '.join(sorted(names))}")
-        return list(handle.get_slice(names[name]).get_shape())
+    def __init__(self, handle: Any, files: int) -> None:
+        self.names = {NAMES.get(key, key): key for key in handle.keys()}  # noqa: SIM118
+        self._handle, self.files = handle, files
 
-    def read(name: str, samples: int | None = None) -> Tensor | None:
-        if name not in names:
-            return None
-        if math.prod([samples or 1, *shape(name)[samples is not None :]]) > MOST_ELEMENTS:
-            raise ValueError(f"{name} has shape {shape(name)}, which is too large to look at")
-        found: Tensor = handle.get_slice(names[name])[:samples]
+    def shape(self, name: str) -> list[int]:
+        if name not in self.names:
+            raise ValueError(f"it has no tensor {name!r}, but {', '.join(sorted(self.names))}")
+        return list(self._handle.get_slice(self.names[name]).get_shape())
+
+    def read(self, name: str, samples: int | None = None) -> Tensor:
+        shape = self.shape(name)
+        if math.prod([samples or 1, *shape[samples is not None :]]) * self.files > MOST_ELEMENTS:
+            of_all = f"in each of {self.files} file(s)"
+            raise ValueError(f"{name} has shape {shape} {of_all}: too large to look at")
+        found: Tensor = self._handle.get_slice(self.names[name])[:samples]
         broken = (~torch.isfinite(found)).nonzero().tolist()
         if broken:
             raise ValueError(f"{len(broken)} numbers of {name} are nan or inf, as at {broken[0]}")
         return found
 
+
+def _read(file: _Tensors, settings: dict[str, Any], number: int) -> Dump:
+    """Reads one of some files."""
+    names, shape, read = file.names, file.shape, file.read
     (rows, steps, *_), latents = [*shape("rollout_log_probs"), 0], shape("latents")
     size = math.prod(latents[1:])
     if not steps or len(latents) < 3 or not size or latents[0] != rows:
         both = f"latents {latents} and log-probs {shape('rollout_log_probs')}"
         raise ValueError(f"{both} do not fit: give latents [B, T+1, ...] and log-probs [B, T]")
-    samples = min(rows, MOST_SAMPLES, max(MOST_ELEMENTS // size, 1))
-
-    def table(name: str) -> Tensor | None:
-        found = read(name)
-        if found is not None and found.shape not in ((rows, steps), (rows, 1), (steps,)):
-            raise ValueError(f"{name} has shape {list(found.shape)}, not [{rows}, {steps}]")
-        return None if found is None else found.double().expand(rows, steps)[:samples]
+    samples = min(rows, max(min(MOST_SAMPLES, MOST_ELEMENTS // size) // file.files, 1))
 
     def states(name: str, first: int) -> Tensor:
         found = read(name, samples)
-        if found is None or [*found.shape[2:]] != latents[2:] or found.shape[1] < first + steps:
+        if [*found.shape[2:]] != latents[2:] or found.shape[1] < first + steps:
             raise ValueError(f"{name} {shape(name)} do not fit {steps} steps of latents {latents}")
         return found[:, first : first + steps].flatten(2).float()
 
+    found: dict[str, Any] = {}
+    for field, name in TABLES.items():
+        if name in names:
+            values = read(name).double()
+            if values.shape not in ((rows, steps), (rows, 1), (steps,)):
+                raise ValueError(f"{name} has shape {shape(name)}, not [{rows}, {steps}]")
+            found[field] = values.expand(rows, steps)[:samples]
     follows = "next_latents" not in names
-    timesteps, advantages, indices = table("timesteps"), read("advantages"), table("step_indices")
-    sigmas, place = _schedule(read("sigmas"), timesteps, indices, steps)
-    if follows and indices is not None and (indices.diff() != 1).any():
-        raise ValueError(
-            "its steps are not consecutive: dump latents and next_latents, [B, T, ...]"
-        )
-    return Dump(
-        settings=settings,
-        start=states("latents", 0),
-        end=states("latents", 1) if follows else states("next_latents", 0),
-        means=states("means", 0) if "means" in names else None,
-        rollout=torch.as_tensor(table("rollout_log_probs")),
-        old=table("old_log_probs"),
-        new=table("new_log_probs"),
-        timesteps=timesteps,
-        sigmas=sigmas,
-        place=place.expand(samples, steps),
-        advantages=None if advantages is None else advantages.double().reshape(rows, -1)[:, 0],
-        group=read("group"),
-    )
-
-
-def _schedule(
-    sigmas: Tensor | None, timesteps: Tensor | None, steps: Tensor | None, count: int
-) -> tuple[Tensor, Tensor]:
-    """Returns the noise levels [S+1] and where each step is in them, [B, T] or [T]."""
-    if sigmas is None:
-        if timesteps is None:
-            raise ValueError("it has neither sigmas nor timesteps: dump one of them")
-        given = timesteps.unique().flip(0)
-        # Where the last step ends is not known.
-        sigmas = torch.cat([given / 1000, given.new_tensor([math.nan])])
-        return sigmas, (timesteps.unsqueeze(2) == given).long().argmax(2)
-    sigmas = sigmas.double()
+    if follows and "place" in found and (found["place"].diff() != 1).any():
+        skipped = "its steps are not consecutive"
+        raise ValueError(f"{skipped}: dump latents and next_latents, [B, T, ...]")
+    for name in {"advantages", "group"} & names.keys():
+        found[name] = read(name).double().reshape(rows, -1)[:, 0]
+    if "group" in found:
+        found["group"] += number * 2.0**32  # those of another file are other groups
+    if "means" in names:
+        found["means"] = states("means", 0)
+    texts = settings.pop("prompts", [])
+    texts = json.loads(texts) if isinstance(texts, str) else texts
+    if len(texts) not in (0, rows):
+        raise ValueError(f"prompts holds {len(texts)} texts: give one for each of {rows} samples")
+    sigmas = read("sigmas").double()
     if sigmas.ndim > 1 or not (sigmas.diff() < 0).all() or not 0 <= sigmas[-1] < sigmas[0] <= 1:
         raise ValueError("sigmas must be a list that falls from at most 1 to at least 0")
-    place = torch.arange(count)
-    if steps is not None:
-        place = steps.long()
-    elif len(sigmas) != count + 1 and timesteps is not None:  # the window with the nearest ones
-        windows = 1000 * sigmas[:-1].unfold(0, count, 1)
-        place = (timesteps.unsqueeze(1) - windows).abs().sum(2).argmin(1, keepdim=True) + place
+    place = found.pop("place", torch.arange(steps).expand(samples, steps)).long()
     if not 0 <= int(place.min()) <= int(place.max()) < len(sigmas) - 1:
-        raise ValueError(f"{len(sigmas)} sigmas do not hold all steps and their ends")
-    return sigmas, place
+        raise ValueError(f"{len(sigmas)} sigmas do not hold all steps: dump step_indices")
+    return Dump(
+        settings=settings,
+        shape=latents[2:],
+        sigmas=sigmas,
+        prompts=texts[:samples],
+        start=states("latents", 0),
+        end=states("latents", 1) if follows else states("next_latents", 0),
+        place=place,
+        **found,
+    )

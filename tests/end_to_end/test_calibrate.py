@@ -22,7 +22,9 @@ from flowgrpo_rc.calibration.faults import Lora
 from flowgrpo_rc.calibration.measure import (
     MOVEMENT,
     Copy,
+    other_precisions,
     plant_movements,
+    same_as_trainer,
 )
 from flowgrpo_rc.calibration.record import check_engine, check_means, check_record
 from flowgrpo_rc.cli import main
@@ -30,8 +32,6 @@ from flowgrpo_rc.commands import calibrate as command
 from flowgrpo_rc.commands.calibrate import (
     Rollouts,
     compare,
-    other_precisions,
-    same_as_trainer,
     sample_all,
 )
 from flowgrpo_rc.config.check_inputs import prompts_of

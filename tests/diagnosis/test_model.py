@@ -1,0 +1,87 @@
+"""With the model, replays name faults that numbers alone cannot tell apart."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.dumps import Made, write_dump
+
+from flowgrpo_rc.batch import Prompt, PromptBatch
+from flowgrpo_rc.build import engine_alone
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.rollout.engine import ImageRequest
+
+# What the dumps are diagnosed with; a fault is another setting of their sampler.
+SETTINGS = [
+    "rollout.pipeline.guidance_scale=4.5",
+    "rollout.pipeline.num_inference_steps=6",
+    "rollout.dtype=fp32",
+    "rollout.merge_lora=false",
+    "trainer.device=cpu",
+]
+TEXTS = [" Bold  WORD", "the word Lake", "a Sign", "MIXED case"]
+
+
+def write(folder: Path, *changes: str, shift: float | None = None, lower: bool = False) -> Path:
+    """Samples with the bundled model, and dumps what a foreign trainer would."""
+    config = to_config(compose_config([*SETTINGS, *changes]))
+    engine: Any = engine_alone(config, Path.cwd())
+    if shift is not None:
+        engine._model.pipeline.scheduler.set_shift(shift)
+    texts = [text.lower() for text in TEXTS] if lower else TEXTS
+    prompts = [Prompt(text=text, index=i) for i, text in enumerate(texts)]
+    spec = replace(config.rollout.spec(), shared_prefix=False, tail_start=None)
+    request = ImageRequest(
+        prompts=PromptBatch(step=0, prompts=prompts, slots=range(4)),
+        samples_per_prompt=4,
+        spec=spec,
+        seeds=range(16),
+        window=torch.arange(5).expand(16, -1),
+        decode=False,
+    )
+    batches = [chunk.batch for chunk in engine.generate(request)]
+    names = ("all_latents", "rollout_log_probs", "step_indices")
+    tensors = {name: torch.cat([getattr(one, name) for one in batches]) for name in names}
+    told = {"sde_type": spec.sde_type, "noise_level": str(spec.noise_level)}
+    told["prompts"] = json.dumps([text for text in TEXTS for _ in range(4)])
+    path = folder / "dump.safetensors"
+    save_file(tensors | {"sigmas": batches[0].sigmas}, path, metadata=told)
+    return path
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "guidance": ("guidance", {}, ["rollout.pipeline.guidance_scale=6"]),
+    "no guidance": ("guidance", {}, ["rollout.pipeline.guidance_scale=1"]),
+    "shift": ("schedule", {"shift": 2.0}, []),
+    "prompt": ("prompt", {"lower": True}, []),
+    "bf16": ("precision", {}, ["rollout.dtype=bf16"]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named_first(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cause, how, changes = FAULTS[name]
+    dump, out = write(tmp_path, *changes, **how), ["--out", str(tmp_path / "page.html")]
+    assert main(["diagnose", str(dump), *out, "--model", *SETTINGS]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"Most probable cause: {cause}\n"), said
+
+
+def test_a_clean_dump_is_not_accused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype in ("fp32", "bf16"):
+        given = [*SETTINGS, f"rollout.dtype={dtype}"]
+        dump, out = write(tmp_path, *given), ["--out", str(tmp_path / "page.html")]
+        assert main(["diagnose", str(dump), *out, "--model", *given]) == 0
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = write_dump(tmp_path / "dump.safetensors", Made(seed=1))
+    assert main(["diagnose", str(dump), "--model", *SETTINGS]) == 2
+    assert "'prompts' in the dump, a text of each sample" in capsys.readouterr().err
