@@ -1,7 +1,5 @@
 """Settings that a run decides itself where they are left open."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
