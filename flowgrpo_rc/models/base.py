@@ -34,6 +34,7 @@ from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable, keep_layers_on_host
+from flowgrpo_rc.models.products import use_onednn
 from flowgrpo_rc.models.prompt_cache import Edit, PromptCache
 from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.models.schedule import Schedule as Schedule
@@ -426,6 +427,8 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
             quantize_blocks(network, config.quantization, CPU if streams else device)
         if streams:
             keep_layers_on_host(network, device)
+        if config.onednn and device.type == "cpu":
+            use_onednn(network)
     return adapter(
         pipeline,
         device,

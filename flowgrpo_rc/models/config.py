@@ -45,6 +45,8 @@ class ModelConfig:
         encoders leave the GPU; null encodes prompts whenever they are sampled.
     decode_batch_size: samples that the VAE decodes at once, in rollouts and evaluations: it needs
         more memory for a sample than anything else; null: all of a chunk.
+    onednn: let oneDNN compute the frozen fp32 layers on a CPU, where `doctor` finds torch's own
+        library slower, as on AMD's; it rounds in fp32, too, but to other bits.
     chat_template_kwargs: options of a language model's chat template, such as enable_thinking; a
         template of your own is its chat_template.
     """
@@ -62,6 +64,7 @@ class ModelConfig:
     offload_idle: bool | str = False
     prompt_cache: str | None = None
     decode_batch_size: int | None = None
+    onednn: bool = False
     adapter: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -96,7 +99,7 @@ class ModelConfig:
             )
         for key in ("lora_rank", "lora_alpha", "decode_batch_size"):
             check_least(f"model.{key}", getattr(self, key), 1)
-        for key in ("offload_idle", "prompt_cache", "decode_batch_size", "adapter"):
+        for key in ("offload_idle", "prompt_cache", "decode_batch_size", "onednn", "adapter"):
             value = getattr(self, key)
             if value not in (None, False) and self.kind != "diffusion":
                 given = "true" if value is True else value

@@ -41,11 +41,10 @@ class RestoredLinear(nn.Linear):
         self.bias = layer.bias
         self.register_buffer("place", None, persistent=False)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
         """Multiplies by the restored weight."""
         if torch.is_grad_enabled() and input.requires_grad:
-            product: Tensor = _Product.apply(input, self)
-            return product
+            return FrozenProduct.apply(input, self, F.linear)
         return F.linear(input, self.weight, self.bias)
 
     def fetched(self) -> Tensor:
@@ -105,18 +104,21 @@ class QuantizedLinear(RestoredLinear):
         return groups.view(self.out_features, self.in_features)
 
 
-class _Product(torch.autograd.Function):
-    """The product of a `RestoredLinear`, whose backward pass restores the weight again."""
+class FrozenProduct(torch.autograd.Function):
+    """The product of a frozen layer by a kernel such as `linear`; backward asks for its weight."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, layer: RestoredLinear) -> Tensor:
-        ctx.layer, ctx.dtype = layer, inputs.dtype
-        return F.linear(inputs, layer.weight, layer.bias)
+    def forward(ctx: Any, inputs: Tensor, layer: nn.Linear, kernel: Any) -> Any:
+        """Computes x W^T + b."""
+        ctx.layer, ctx.kernel, ctx.dtype = layer, kernel, inputs.dtype
+        return kernel(inputs, layer.weight, layer.bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Computes the gradient of x."""
         # Autocast may have rounded inputs and weight to the precision of the product.
-        return (gradient @ ctx.layer.weight.to(gradient.dtype)).to(ctx.dtype), None
+        weight = ctx.layer.weight.to(gradient.dtype).t()
+        return ctx.kernel(gradient, weight, None).to(ctx.dtype), None, None
 
 
 def quantize_blocks(network: nn.Module, name: str, device: torch.device) -> None:

@@ -34,7 +34,7 @@ _FREE = """
     trainer.max_checkpoints_to_keep trainer.suites trainer.experiment_name trainer.project_name
     trainer.save_rollouts trainer.num_processes trainer.strategy trainer.timeout_s
     trainer.sample_freq trainer.patience trainer.export_freq trainer.push_to_hub
-    model.decode_batch_size model.prompt_cache data.allow_overlap
+    model.decode_batch_size model.onednn model.prompt_cache data.allow_overlap
     actor.ppo_micro_batch_size_per_gpu actor.steps_per_forward
     rollout.micro_batch_size_per_gpu rollout.merge_lora rollout.workers rollout.cpus_per_worker
     rollout.gpus_per_worker rollout.ray_address rollout.worker_timeout_s rollout.max_restarts

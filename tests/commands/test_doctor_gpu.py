@@ -33,6 +33,15 @@ def test_checks_without_a_run() -> None:
     assert "of 64 x 64 in fp32" in decoding.found
 
 
+@pytest.mark.parametrize(("gain", "state"), [(9, "slow"), (1, "ok")])
+def test_onednn_is_advised_where_it_is_faster(monkeypatch, gain: int, state: str) -> None:
+    seconds = iter([[0.9], [0.9 / gain]])
+    monkeypatch.setattr(doctor.timeit, "repeat", lambda *_, **__: next(seconds))
+    found = doctor.check_products()
+    assert found.state == state
+    assert ("set model.onednn=true" in found.advice) == (state == "slow")
+
+
 def test_the_rollouts_of_the_bundled_model() -> None:
     found = doctor_gpu.check_rollout()
     assert found.state == "ok"
