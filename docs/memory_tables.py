@@ -24,15 +24,16 @@ from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.check_folder import disk_bytes
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
+from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.architecture import find_architecture
-from flowgrpo_rc.planning import activations, fit, phases, weights, work
+from flowgrpo_rc.planning import activations, fit, operations, phases, weights, work
 from flowgrpo_rc.planning.activations import rows_at_once
 from flowgrpo_rc.planning.fit import Fitter, Line, measure_needs
 from flowgrpo_rc.planning.plan import job_of
 from flowgrpo_rc.planning.weights import Job
-from flowgrpo_rc.planning.work import ASSUMED, Operations
+from flowgrpo_rc.planning.work import passes
 from flowgrpo_rc.records.run_folder import flat_settings
 
 DOCS = Path(__file__).parent
@@ -83,7 +84,7 @@ AT_HOME = {
 }
 # Files and logins that a plan does not need.
 _ELSEWHERE = ("data.train_files=any", "data.val_files=any", "trainer.logger=[console]")
-_SOURCES = (activations, fit, phases, weights, work)
+_SOURCES = (activations, fit, operations, phases, weights, work)
 
 _BUILT: dict[str, Job] = {}
 
@@ -129,6 +130,18 @@ class Composed:
         return _digest(repr(settings).encode(), inspect.getsource(activations).encode(), *files)
 
     @functools.cached_property
+    def work_digest(self) -> str:
+        """Returns the digest of what the operations of each part of a step follow from."""
+        model, rollout = self.config.model, self.config.rollout
+        settings = (
+            *sorted({kind for *_, kind in passes(self.planned)}),
+            *(model.gradient_checkpointing, rollout.merge_lora, rollout.cache),
+            rollout.held_out_spec().num_inference_steps,
+        )
+        code = inspect.getsource(operations).encode()
+        return _digest(self.needs_digest.encode(), repr(settings).encode(), code)
+
+    @functools.cached_property
     def digest(self) -> str:
         """Returns the digest of what the plan follows from."""
         code = [inspect.getsource(module).encode() for module in _SOURCES]
@@ -157,13 +170,13 @@ def needs_of(job: Composed, store: Any) -> dict[str, Line]:
     return {phase: Line(**line) for phase, line in kept.items()}
 
 
-def work_of(job: Composed, store: Any) -> Operations:
-    """Returns the operations of a forward and of an update, counted if the store has none."""
-    kept = store["work"].get(job.needs_digest)
+def work_of(job: Composed, store: Any) -> int:
+    """Returns the operations of a step; those of each kind are counted if the store has none."""
+    kept = store["work"].get(job.work_digest)
     if kept is None:
-        kept = list(work.operations(job.planned))
-        store["work"][job.needs_digest] = kept
-    return Operations(*kept)
+        kept = operations.operations(job.planned)
+        store["work"][job.work_digest] = kept
+    return sum(number * kept[kind] for _, number, _, kind in passes(job.planned))
 
 
 def plan_row(name: str, store: Any) -> dict[str, Any]:
@@ -180,7 +193,7 @@ def plan_row(name: str, store: Any) -> dict[str, Any]:
         "peak": fitter.peak(run.config),
         "host": max(size for _, size, _ in weights.on_the_host(run)),
         "disk": disk_bytes(run.config, run.trained),
-        "flop": work_of(job, store).of_a_step(run),
+        "flop": work_of(job, store),
         "shipped": settings_of(run.config),
         "proposed": settings_of(fitter.fit(CARD_GIB[cards_of(name)[1]]).config),
     }
@@ -225,6 +238,7 @@ def updated(store: Any) -> Any:
         new["cards"][key] = kept if current else card_row(job, new)
     used = {experiment(name).needs_digest for name in EXPERIMENTS}
     used |= {job.needs_digest for _, job in jobs()}
+    used |= {experiment(name).work_digest for name in EXPERIMENTS}
     for name in ("needs", "work"):
         new[name] = {key: found for key, found in sorted(new[name].items()) if key in used}
     return new
@@ -264,7 +278,7 @@ def experiments(store: Any) -> Iterator[str]:
         yield (
             f"| `{name}` | {_gib(row['held'])} | {told} | {_gib(row['peak'])} in {largest} "
             f"| {CARD_GIB[cards_of(name)[1]]} | {_gib(row['host'])} | {_gib(row['disk'])} "
-            f"| {row['flop'] / ASSUMED:,.0f} |\n"
+            f"| {row['flop'] / RATE / 1e12:,.0f} |\n"
         )
 
 

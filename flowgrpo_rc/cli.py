@@ -13,7 +13,7 @@ from typing import Any
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
-from flowgrpo_rc.config.names import CARD, DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV, own_key
+from flowgrpo_rc.config.names import CARD, DEFAULT_CONFIG, OTHER_CONFIG, RATE, TOKEN_ENV, own_key
 from flowgrpo_rc.distributed.child import follow_parent, is_child, is_first, say_error
 from flowgrpo_rc.libraries import quiet, set_allocator
 from flowgrpo_rc.plugins import did_you_mean
@@ -181,6 +181,9 @@ _PLAN = {
         nargs="?",
         const=CARD,
         metavar="GIB",
+    ),
+    "--tflops": _option(
+        "TFLOP that a card does in a second (%(default)s)", type=float, default=RATE, metavar="N"
     ),
 }
 _CALIBRATE = {

@@ -11,7 +11,7 @@ from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.check_inputs import check_inputs
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import as_yaml, compose_all, unchecked_config
-from flowgrpo_rc.config.machine import device_of, num_processes, usable_cores
+from flowgrpo_rc.config.machine import check_planned, device_of, num_processes, usable_cores
 from flowgrpo_rc.config.names import CARD
 from flowgrpo_rc.config.rows import summary, table
 from flowgrpo_rc.distributed.child import is_child, launched_processes
@@ -42,6 +42,8 @@ def prepare(arguments: argparse.Namespace) -> int | None:
     composition.check()
     config = unchecked_config(composition.config)
     if arguments.command == "plan":  # for another machine, which may have other files
+        asked = arguments.nodes if arguments.processes is None else arguments.processes
+        check_planned(asked, arguments.nodes, arguments.tflops)
         check_settings(config)
         if arguments.fit is not None:
             size = CARD if arguments.fit == CARD else f"{in_gib('--fit', arguments.fit):g}"

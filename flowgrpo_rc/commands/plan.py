@@ -11,6 +11,8 @@ import torch
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import config_folder, unchecked_config
+from flowgrpo_rc.config.machine import check_planned
+from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.fit import Fitter, Proposal, gib_of
@@ -23,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
     given = unchecked_config(arguments.composition.config)
     asked = given.trainer.num_processes if arguments.processes is None else arguments.processes
     processes = asked if isinstance(asked, int) else 1
-    found = planned(given, processes, arguments.nodes, arguments.fit)
+    found = planned(given, processes, arguments.nodes, arguments.fit, arguments.tflops)
     if isinstance(found, Proposal):
         print(found)
         return EXIT_OK if found.fits else EXIT_FAILED
@@ -33,17 +35,16 @@ def main(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def planned(given: Config, processes: int, nodes: int, fit: float | str | None) -> Plan | Proposal:
+def planned(
+    given: Config, processes: int, nodes: int, fit: float | str | None, tflops: float = RATE
+) -> Plan | Proposal:
     """Plans a run on processes, or with `fit` proposes settings for a card.
 
-    `fit` is its GiB, or `card` for the first one of this machine.
+    `fit` is its GiB, or `card` for the first one of this machine; `tflops` are those of a second.
     """
-    if processes < 1:
-        raise ValueError(f"--processes {processes}: give at least 1")
-    if nodes < 1 or processes % nodes:
-        raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
+    check_planned(processes, nodes, tflops)
     size = None if fit is None else gib_of(fit)
     check_settings(given, processes)
     config = settled(given, torch.device("cuda"))
     job = job_of(config, processes, config_folder() / "architectures", nodes=nodes)
-    return make_plan(job) if size is None else Fitter(job).fit(size)
+    return make_plan(job, tflops=tflops) if size is None else Fitter(job).fit(size)

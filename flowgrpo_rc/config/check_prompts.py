@@ -55,6 +55,10 @@ def check_rows(config: Config, prompts: Prompts) -> None:
         keys = ((prompt, (prompt.text, str(prompt.messages), prompt.images)) for prompt in read)
         repeats = [prompt for prompt, key in keys if first.setdefault(key, prompt) is not prompt]
         _warn(repeats, read, "prompts repeat an earlier one", where)
+    asked, there = config.rollout.val_kwargs.n, len(prompts.held_out)
+    if asked is not None and asked > there:
+        told = "rollout.val_kwargs.n=%d: data.val_files has %d prompts, and all of them are used"
+        logger.warning(told, asked, there)
     trained, held_out = (
         all(file.is_relative_to(assets.ROOT) for file in prompt_files(files, key))
         for key, files, _ in files_of(config, prompts)

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG, own_key
 from flowgrpo_rc.config.rows import TRANSLATED, Row
 from flowgrpo_rc.config.setting import PREFIX, foreign, mapping_of
 from flowgrpo_rc.config.translate import is_whole_command, translate_tree, values_of
-from flowgrpo_rc.config.tree import FREE_FORM, known_keys
+from flowgrpo_rc.config.tree import FREE_FORM, known_keys, typed_tree
 from flowgrpo_rc.plugins import did_you_mean, in_seconds
 
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
@@ -192,6 +194,9 @@ def check_keys(values: Mapping[str, Any], groups: Collection[str] = ()) -> None:
         below = [name for name in known if name.startswith(f"{key}.")]
         if below and not isinstance(value, Mapping):
             raise ValueError(f"{key}={value!r}: a section of keys, such as {min(below)}")
+        is_flag = isinstance(OmegaConf.select(typed_tree(), key), bool)
+        if is_flag and type(value) is int and value not in (0, 1):
+            raise ValueError(f"{key}={value}: give true or false")
 
 
 def no_file(name: str, names: Iterable[str], folders: Iterable[Path]) -> str:

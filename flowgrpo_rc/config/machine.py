@@ -27,6 +27,16 @@ def device_of(config: Config) -> torch.device:
     return device_named(config.trainer.device)
 
 
+def check_planned(processes: int, nodes: int, tflops: float) -> None:
+    """Raises ValueError for machines that no plan can be made for."""
+    if processes < 1:
+        raise ValueError(f"--processes {processes}: give at least 1")
+    if nodes < 1 or processes % nodes:
+        raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
+    if not 0 < tflops < math.inf:
+        raise ValueError(f"--tflops {tflops}: give the rate of a card, above 0, such as 400")
+
+
 def device_named(asked: str) -> torch.device:
     """Returns the device for `trainer.device`: the GPU, or the CPU if there is no CUDA or `cpu` is
     asked for.

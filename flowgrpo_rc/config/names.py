@@ -8,6 +8,7 @@ OTHER_CONFIG = "verl_omni"
 # The folder of whole configurations, each chosen by `+experiment=NAME`.
 EXPERIMENT = "experiment"
 # What `plan --fit` without a number asks for.
+RATE = 400.0  # TFLOP that a card does in a second, assumed; the best of an H100 in bf16 is 990
 CARD = "card"
 # The environment variable with the token that clients of a served reward send.
 TOKEN_ENV = "FLOWGRPO_REWARD_TOKEN"

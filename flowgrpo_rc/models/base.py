@@ -91,6 +91,8 @@ class FlowModel(ABC):
         None: it gets the text alone.
       masks_text: whether tokens of text have a mask, so that prompts may have several lengths.
       pads_to_longest: whether prompts are encoded at the length of the longest of their batch.
+      keeps_length: whether the transformer gets the tokens of a prompt without padding to
+        max_sequence_length.
       takes_flow_solvers: whether the stock pipeline, besides Euler's scheduler, takes solvers that
         walk the sigmas of a flow (use_flow_sigmas).
       optional_components: those of the pipeline that a checkpoint may lack, besides the ones that
@@ -123,6 +125,7 @@ class FlowModel(ABC):
     thinking: ClassVar[bool | None] = None
     masks_text: ClassVar[bool] = False
     pads_to_longest: ClassVar[bool] = False
+    keeps_length: ClassVar[bool] = False
     takes_flow_solvers: ClassVar[bool] = False
     optional_components: ClassVar[tuple[str, ...]] = ()
     unsupported_components: ClassVar[Mapping[str, str]] = {}

@@ -64,6 +64,7 @@ class QwenImage(QwenFamily):
     """Qwen-Image: Qwen2.5-VL gives the tokens of text."""
 
     pipeline_class = "QwenImagePipeline"
+    keeps_length = True
 
     def templated(self, tokenizer: Any, text: str) -> str:
         """Returns a prompt behind what Qwen2.5-VL is told before each."""

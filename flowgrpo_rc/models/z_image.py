@@ -28,6 +28,7 @@ class ZImage(FlowModel):
 
     pipeline_class = "ZImagePipeline"
     thinking = True
+    keeps_length = True
     unguided_scale = 0.0
     min_sequence_length = 1
     text_width_key = "cap_feat_dim"

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flowgrpo_rc.config.checks import check_plan
+from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
+from flowgrpo_rc.planning.operations import operations
 from flowgrpo_rc.planning.phases import at_peak, phases
 from flowgrpo_rc.planning.weights import (
     Job,
@@ -24,7 +27,7 @@ from flowgrpo_rc.planning.weights import (
     numbers_in,
     on_the_host,
 )
-from flowgrpo_rc.planning.work import Count, counts, operations, told
+from flowgrpo_rc.planning.work import HELD_OUT, Count, counts, passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,7 @@ class Plan:
 
     `memory` is held all the time; `phases`, empty if not measured, follow each other; `beside` is
     what no tensor of torch takes. A forward in `counts` is one sample through the transformer.
+    `work` has the operations of each part of a step, and then of a held-out sample.
     """
 
     title: str
@@ -42,6 +46,8 @@ class Plan:
     beside: Sequence[Row]
     host: Sequence[Row]
     counts: Sequence[Count]
+    work: Sequence[Row]
+    tflops: float
 
     @property
     def held_bytes(self) -> int:
@@ -66,23 +72,42 @@ class Plan:
             sections["beside torch's tensors"] = _sized(beside)
         sections["memory of a machine's host"] = _sized(self.host)
         sections["plan"] = [*self.counts]
+        if self.work:
+            rate = f"at {self.tflops:g} TFLOP a second"
+            sections[f"work of a rank in a step, {rate}"] = self._shares()
         blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections.items()]
         return "\n\n".join([self.title, *blocks])
 
+    def _shares(self) -> list[Count]:
+        """Returns what each part of a step takes, in operations, per cent and seconds."""
+        *parts, held_out = self.work
+        whole = sum(size for _, size, _ in parts)
+        total = ("sum", whole, "without rewards, which are not counted")
+        rows = []
+        for name, size, formula in [*parts, total, held_out]:
+            share = f"{size / whole:4.0%} {size / self.tflops / 1e12:9.2g} s"
+            shown = f"{size / 1e12:,.0f}" if size > 1e15 else f"{size / 1e12:.3g}"
+            rows.append((name, f"{shown} TFLOP", f"{share}  {formula}"))
+        return rows
 
-def make_plan(job: Job, *, measure: bool = True) -> Plan:
-    """Plans a run; to `measure` activations takes up to a minute for the largest models."""
+
+def make_plan(job: Job, *, measure: bool = True, tflops: float = RATE) -> Plan:
+    """Plans a run on cards of so many TFLOP a second; to `measure` takes a minute or two."""
     networks = job.networks.items()
     parameters = [(name, numbers_in(part), type(part).__name__) for name, part in networks]
     share = 100 * job.trained / numbers_in(job.model.network)
     whose = "transformers" if len(job.model.networks) > 1 else "transformer"
     parameters.append(("LoRA", job.trained, f"trained: {share:.2f}% of the {whose}"))
     where = f"{job.processes} processes, {job.strategy}" if job.processes > 1 else "1 process"
-    found, effort = {}, []
+    found, work = {}, list[Row]()
     if measure:
         for phase, samples in samples_at_once(job.config).items():
             found[phase] = phase_bytes(phase, job.config, job.model, samples)
-        effort = [told(operations(job).of_a_step(job))]
+        size = operations(job)
+        for name, number, _, kind in passes(job):
+            each = f"{number:,} of {size[kind] / 1e12:.3g} TFLOP"
+            work.append((name, number * size[kind], each))
+        work.append((HELD_OUT, size[HELD_OUT], "one, in an evaluation"))
     steps = phases(job, found) if measure else []
     return Plan(
         title=f"{job.config.trainer.experiment_name}: {job.model.pipeline_class} on {where}",
@@ -91,7 +116,9 @@ def make_plan(job: Job, *, measure: bool = True) -> Plan:
         phases=steps,
         beside=beside_tensors(job, at_peak(steps, found)[1]),
         host=on_the_host(job),
-        counts=[*counts(job), *effort],
+        counts=counts(job),
+        work=work,
+        tflops=tflops,
     )
 
 
@@ -111,7 +138,11 @@ def job_of(config: Config, processes: int, architectures: Path, *, nodes: int = 
     config = replace(config, model=replace(config.model, path=str(path), lora_path=None))
     built = check_plan(config, processes)
     assert built is not None, "a flow model"
-    return Job(config=config, model=built, processes=processes, nodes=nodes)
+    job = Job(config=config, model=built, processes=processes, nodes=nodes)
+    clip: Any = job.tokenizers.get("tokenizer")
+    if type(clip).__name__.startswith("CLIP"):  # as the stock pipeline does
+        built.pipeline.tokenizer_max_length = clip.model_max_length
+    return job
 
 
 def _sized(rows: Sequence[Row]) -> list[Count]:

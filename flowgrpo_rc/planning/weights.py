@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +16,7 @@ from flowgrpo_rc.config.check_engine import engine_of
 from flowgrpo_rc.config.checks import batch_bytes, num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
+from flowgrpo_rc.models.architecture import load_tokenizers
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.models.quantization import QuantizedLinear, precision, quantized_layers
 from flowgrpo_rc.plugins import load_class
@@ -54,6 +57,13 @@ class Job:
         """The networks of the pipeline by name."""
         components = self.model.pipeline.components.items()
         return {name: part for name, part in components if isinstance(part, nn.Module)}
+
+    @cached_property
+    def tokenizers(self) -> dict[str, Any]:
+        """The tokenizers by name; empty for an architecture, which has none."""
+        folder = Path(self.config.model.path)
+        has_none = folder.is_dir() and not (folder / "tokenizer").is_dir()
+        return {} if has_none else load_tokenizers(self.config.model)
 
     @cached_property
     def parts(self) -> dict[str, int]:

@@ -1,28 +1,25 @@
-"""How much a planned run would sample, evaluate and update, and the operations that this takes."""
+"""How much a planned run would sample, evaluate and update."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any, NamedTuple
-
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from flowgrpo_rc.batch import SamplerSpec
-from flowgrpo_rc.planning.activations import blank_inputs, measured
+from flowgrpo_rc.config.check_engine import chunk_size
+from flowgrpo_rc.models.block_cache import saved_share
 from flowgrpo_rc.planning.weights import Job, as_size
+from flowgrpo_rc.rewards.manager import needs_samples
+from flowgrpo_rc.rollout.config import RolloutConfig
 
-ASSUMED = 400e12  # operations that a card does in a second; the best of an H100 in bf16 is 990e12
-
+HELD_OUT = "held-out sample"
 Count = tuple[str, str, str]  # name, number, formula
+Pass = tuple[str, int, str, str]  # name, number, formula, the kind whose operations each takes
 
 
 def counts(job: Job) -> list[Count]:
     """Returns what a run would do."""
-    passes = [(name, f"{number:,}", formula) for name, number, formula in forwards(job)]
-    return [*_samples(job), *passes, *_updates(job)]
+    rows = [(name, f"{number:,}", formula) for name, number, formula, _ in passes(job)]
+    return [*_samples(job), *rows, *_updates(job)]
 
 
 def _samples(job: Job) -> list[Count]:
@@ -61,48 +58,101 @@ def _size(spec: SamplerSpec) -> str:
     return f"{spec.height} x {spec.width} pixels{frames}"
 
 
-def forwards(job: Job) -> list[tuple[str, int, str]]:
-    """Counts the forwards of one process in one step by kind; those with a backward come last.
+def passes(job: Job) -> list[Pass]:
+    """Returns the forwards of one process in one step, and what VAE and text encoders do.
 
-    With guidance a sample takes two.
+    With guidance a sample takes two forwards.
     """
     config, actor, rollout = job.config, job.config.actor, job.config.rollout
-    each_sample, guidance = _guidance(job)
-    on_a_rank = config.samples_per_step(job.processes)
-    steps = range(1, config.trainer.total_training_steps + 1)
-    # A sliding window changes how many steps lie behind it.
-    denoising = round(sum(map(rollout.evaluations, steps)) / len(steps))
-    formula = f"{on_a_rank} samples x {denoising} steps{guidance}"
-    rows = [("forwards, sampling", on_a_rank * denoising * each_sample, formula)]
-    num_trained = config.trained_per_step(job.processes)
+    num_trained, each = config.trained_per_step(job.processes), config.trained_n() or rollout.n
+    found = _sampling(job, "sampling", rollout, rollout.n)
     if rollout.redraw:
-        number = num_trained * denoising * each_sample
-        formula = f"{num_trained} chosen samples x {denoising} steps{guidance}"
-        rows.append(("forwards, redrawn", number, formula))
-    each = config.trained_steps() * each_sample
-    trained = num_trained * each
+        found += _sampling(job, "redrawn", config.trained_rollout(), each)
+    trained = _trained(job, num_trained, each)
     updated = trained * actor.ppo_epochs
-    old = "forwards, old policy"
+    old, correction = "forwards, old policy", config.algorithm.rollout_correction
     if config.knows_no_log_probs():
-        rows.append((old, updated, "no gradient; beside those with backward"))
-    elif not config.algorithm.rollout_correction.corrects_in_loss:
-        why = config.why_recompute()
-        if why is not None:
+        found.append((old, updated, "no gradient; beside those with backward", "forward"))
+    elif correction.corrects_in_loss:
+        together = actor.steps_per_forward or config.trained_steps()
+        if correction.bypass_level == "window" and together < config.trained_steps():
+            formula = "no gradient; a loss of whole windows has to see them first"
+            found.append(("forwards, windows", updated, formula, "forward"))
+    elif (why := config.why_recompute()) is not None:
+        every = trained
+        if not rollout.redraw:
             # While rewards are scored nobody knows yet which samples are trained on.
-            rows.append((old, on_a_rank * each, f"no gradient; of every mini-batch: {why}"))
-        else:
-            first = trained * actor.ppo_mini_batch_size // config.data.train_batch_size
-            which = "of all mini-batches but the first, whose own forwards serve"
-            rows.append((old, trained - first, f"no gradient; {which}"))
-    formula = f"{num_trained} samples x {_trained_steps(job)}{guidance}"
+            every = _trained(job, config.samples_per_step(job.processes), rollout.n)
+        found.append((old, every, f"no gradient; of every mini-batch: {why}", "forward"))
+    else:
+        first = trained * actor.ppo_mini_batch_size // config.data.train_batch_size
+        which = "of all mini-batches but the first, whose own forwards serve"
+        found.append((old, trained - first, f"no gradient; {which}", "forward"))
+    formula = f"{num_trained} samples x {_trained_steps(job)}{guidance(job)[1]}"
     if actor.ppo_epochs > 1:
         formula += f" x {actor.ppo_epochs} epochs"
+    if rollout.algo.shared_prefix:
+        formula += "; where a window begins, one of a prompt in a micro-batch"
     if actor.use_kl_loss:
-        rows.append(("forwards, reference", updated, f"{formula}, no gradient (KL)"))
-    return [*rows, ("forwards with backward", updated, formula)]
+        kind = "forward" if actor.kl_reference == "start" else "base"
+        found.append(("forwards, reference", updated, f"{formula}, no gradient (KL)", kind))
+    found.append(("forwards with backward", updated, formula, "update"))
+    if needs_samples(config.reward):
+        decoded = config.samples_per_step(job.processes) + (num_trained if rollout.redraw else 0)
+        found.append(("decoded by the VAE", decoded, f"{job.model.makes}s", "VAE"))
+    if config.model.prompt_cache is None:
+        prompts = config.data.train_batch_size // job.processes + guidance(job)[0] - 1
+        prompts *= 2 if rollout.redraw else 1
+        formula = "a negative one with guidance; model.prompt_cache has none in a step"
+        found.append(("encoded prompts", prompts, formula, "encoders"))
+    return found
 
 
-def _guidance(job: Job) -> tuple[int, str]:
+def _sampling(job: Job, name: str, rollout: RolloutConfig, each: int) -> list[Pass]:
+    """Returns the forwards that draw `each` samples of a prompt: those of all blocks, and those
+    that skip the middle ones. Mean of all training steps and of the places of a window.
+    """
+    takes, formula = guidance(job)
+    samples = alike = job.config.data.train_batch_size // job.processes * each
+    if rollout.algo.shared_prefix:
+        alike = _groups(samples, each, chunk_size(job.config))
+        formula += "; one of a prompt in a chunk until they differ"
+    rows, evaluated = [0.0, 0.0], 0
+    last = job.config.trainer.total_training_steps
+    for step in range(1, last + 1):
+        size, first, end = rollout.window_at(step)
+        starts, cached = range(first, end - size + 1), rollout.cached_steps(step)
+        for index in range(rollout.evaluations(step)):
+            # The samples of a prompt are the same up to their first noise.
+            same = sum(start >= index for start in starts) / len(starts)
+            rows[index in cached] += (samples + same * (alike - samples)) * takes / last
+            evaluated += 1
+    formula = f"{samples} samples x {round(evaluated / last)} steps{formula}"
+    kind = "base" if rollout.merge_lora else "forward"
+    found = [(f"forwards, {name}", round(rows[0]), formula, kind)]
+    if rows[1]:
+        saved = saved_share(job.model.network, rollout.cache.blocks, 1, 1)
+        formula = f"of cached steps, without {saved:.0%} of the blocks (rollout.cache)"
+        found.append(("forwards, cached", round(rows[1]), formula, "cached"))
+    return found
+
+
+def _trained(job: Job, samples: int, each: int) -> int:
+    """Counts the forwards of the training graph on samples, `each` of a prompt."""
+    rows = samples * job.config.trained_steps()
+    if job.config.rollout.algo.shared_prefix:
+        # Where the window begins, the samples of a prompt have the same state.
+        rows += _groups(samples, each, job.config.actor.ppo_micro_batch_size_per_gpu) - samples
+    return rows * guidance(job)[0]
+
+
+def _groups(samples: int, each: int, at_once: int) -> int:
+    """Counts the prompts in each of the parts that samples are cut into, all together."""
+    parts = (range(samples)[start : start + at_once] for start in range(0, samples, at_once))
+    return sum(part[-1] // each - part[0] // each + 1 for part in parts)
+
+
+def guidance(job: Job) -> tuple[int, str]:
     """Returns the forwards of a sample at one step, and what they add to a formula."""
     guided = job.model.cfg_scale(job.config.rollout.spec()) > 1
     return (2, " x 2 (guidance)") if guided else (1, "")
@@ -115,7 +165,7 @@ def _trained_steps(job: Job) -> str:
 
 def _updates(job: Job) -> list[Count]:
     config, actor = job.config, job.config.actor
-    each_sample, guidance = _guidance(job)
+    each_sample, doubled = guidance(job)
     prompts = config.data.train_batch_size
     mini = config.samples_per_mini_batch(job.processes)
     micro = actor.ppo_micro_batch_size_per_gpu
@@ -124,7 +174,7 @@ def _updates(job: Job) -> list[Count]:
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     steps = config.trainer.total_training_steps
     images = f"{steps * prompts * config.rollout.n:,} {job.model.makes}s in all"
-    rows = f"{micro} samples x {together} steps at once{guidance}; its activations grow with them"
+    rows = f"{micro} samples x {together} steps at once{doubled}; its activations grow with them"
     mini_batches = f"{actor.ppo_mini_batch_size} prompts each, {mini} samples on a rank"
     micro_batches = f"{mini} / {micro} samples x {_trained_steps(job)}, {together} at once"
     return [
@@ -134,46 +184,3 @@ def _updates(job: Job) -> list[Count]:
         ("steps", f"{steps:,}", images),
         ("updates", f"{config.total_updates():,}", f"{updates} per step"),
     ]
-
-
-class Operations(NamedTuple):
-    """Floating-point operations of a sample at a denoising step; a product and a sum are two."""
-
-    forward: int  # of a forward without gradient, one of two where there is guidance
-    update: int  # of a forward with its backward
-
-    def of_a_step(self, job: Job) -> int:
-        """Returns the operations of one process in one step, of its transformer alone."""
-        *others, (_, updated, _) = forwards(job)
-        again = self.forward if job.config.model.gradient_checkpointing else 0
-        without_gradient = sum(number for _, number, _ in others)
-        return without_gradient * self.forward + updated * (self.update + again)
-
-
-def operations(job: Job) -> Operations:
-    """Counts the matrix products of a forward, and of a forward with its backward to the LoRA."""
-    model, spec = job.model, job.config.rollout.spec()
-    inputs = blank_inputs(model, 1, spec)
-
-    def counted(network: Any, *, with_gradient: bool) -> int:
-        # Kernels of attention that are fused hide their products from the counter.
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            with torch.set_grad_enabled(with_gradient):
-                velocity = model.velocity(network, *inputs, spec)
-            if with_gradient:
-                velocity.square().mean().backward()
-        return counter.get_total_flops()
-
-    each_sample, _ = _guidance(job)
-    forward, update = (
-        measured(model.transformer, partial(counted, with_gradient=gradient)) // each_sample
-        for gradient in (False, True)
-    )
-    return Operations(forward, update)
-
-
-def told(number: int) -> Count:
-    """Returns the row of a plan about the operations of one process in one step."""
-    seconds = f"{number / ASSUMED:,.3g} s at {ASSUMED / 1e12:.0f} TFLOP a second"
-    size = f"{number / 1e15:,.1f} PFLOP" if number >= 1e15 else f"{number / 1e12:,.2f} TFLOP"
-    return "work of a rank", size, f"of the transformer in a step; {seconds}, which is assumed"

@@ -165,6 +165,7 @@ def test_a_dry_run_tells_sizes_repeats_and_the_package_s_held_out_prompts(
         words = f"2 of 5 prompts repeat an earlier one; the first is {key}: {file}, line 3"
         assert words in caplog.text
     assert still not in caplog.text
+    assert "rollout.val_kwargs.n=8: data.val_files has 5 prompts, and all of them" in caplog.text
     held_out = f"data.val_files={assets.path('prompts/glyph_val.txt')}"
     assert dry_run(overrides, file, held_out) == 0
     assert f"{held_out}: {still}" in caplog.text

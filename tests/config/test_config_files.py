@@ -171,6 +171,7 @@ def test_a_file_in_own_words_is_left_alone(tmp_path: Path) -> None:
             "actor_rollout_ref: {actor: {optim: {lrr: 1}}}",
             ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"],
         ),
+        ("rollout: {redraw: 2}", ["mine.yaml", "rollout.redraw=2: give true or false"]),
         ("rollout: 3", ["rollout=3", "a section of keys"]),
         ("rollout: {n: many}", ["rollout.n", "mine", "'many'"]),
         ("data: {seed: 1}\nrollout: {n: many}", ["rollout.n: In 'mine'", "'many'"]),

@@ -10,7 +10,7 @@ from memory_tables import CARD_GIB, GIB, cards_of, experiment, jobs
 
 from flowgrpo_rc.planning.activations import phase_bytes
 from flowgrpo_rc.planning.fit import HEADROOM
-from flowgrpo_rc.planning.work import operations
+from flowgrpo_rc.planning.operations import operations
 
 STORE = json.loads(memory_tables.STORE.read_text(encoding="utf-8"))
 RENEW = "docs/memory.json is old: run `make reference`"
@@ -39,7 +39,7 @@ def test_a_new_plan_agrees() -> None:
     run = job.planned
     for phase in ("rollout", "decoding"):
         assert phase_bytes(phase, run.config, run.model, 1) == kept[phase]["one"]
-    assert tuple(STORE["work"][job.needs_digest]) == operations(run)
+    assert STORE["work"][job.work_digest] == operations(run)
     assert memory_tables.plan_row(name, STORE) == STORE["experiments"][name]
 
 

@@ -101,6 +101,8 @@ def test_the_reference_recipe_by_hand() -> None:
         "forwards, sampling": "2,880",
         "forwards, reference": "2,592",
         "forwards with backward": "2,592",
+        "decoded by the VAE": "144",
+        "encoded prompts": "7",
         "mini-batches per step": "2",
         "micro-batches each": "72",
         "rows of a micro-batch": "18",
@@ -284,6 +286,8 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     shown = capsys.readouterr()
     assert "tiny_ocr fits a card of 8 GiB with 5% to spare" in shown.out
     assert shown.err.startswith("--fit 8: measures what one and two samples need")
+    assert main(["plan", "--fit", "8", "--processes", "0"]) == 2  # and measures nothing
+    assert capsys.readouterr().err == "error: --processes 0: give at least 1\n"
     setting = "trainer.seed=2"
     for words in ([setting, "--fit"], ["--fit", setting], ["--fit", "--processes=1"]):
         assert main(["plan", *words]) == 2
@@ -296,6 +300,7 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
         (["--config-name", "token_grpo"], "model.kind=causal_lm"),
         (["--processes", "3"], "3 processes"),
         (["--processes", "0"], "--processes 0: give at least 1"),
+        (["--tflops", "0"], "--tflops 0.0: give the rate of a card, above 0, such as 400"),
         (["model.offload_idle=layers", "rollout.dtype=bf16"], "set rollout.name=diffusers,"),
         (["--fit", "-1"], "--fit -1: give the GiB of a card, above 0, such as 24 or 24GB"),
         (["--fit", "24TB"], "--fit 24TB: give the GiB of a card"),
