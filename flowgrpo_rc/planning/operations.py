@@ -1,7 +1,5 @@
 """The floating-point operations of a planned step, counted on tensors without numbers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
