@@ -48,7 +48,7 @@ def operations(job: Job) -> dict[str, int]:
             return _counted(lambda: model._decode(latents, asked))
 
     network, base = model.transformer, partial(forward, lora=False)
-    cached = base if rollout.merge_lora else forward
+    cached = base if rollout.merge_lora is True else forward
     ways: dict[str, Any] = {"forward": forward, "base": base, "cached": cached, "update": update}
     found = {"VAE": decoding(spec), "encoders": _encoding(job, tokens[0])}
     for kind in {kind for *_, kind in passes(job)} - {*found}:

@@ -128,7 +128,7 @@ def _sampling(job: Job, name: str, rollout: RolloutConfig, each: int) -> list[Pa
             rows[index in cached] += (samples + same * (alike - samples)) * takes / last
             evaluated += 1
     formula = f"{samples} samples x {round(evaluated / last)} steps{formula}"
-    kind = "base" if rollout.merge_lora else "forward"
+    kind = "base" if rollout.merge_lora is True else "forward"
     found = [(f"forwards, {name}", round(rows[0]), formula, kind)]
     if rows[1]:
         saved = saved_share(job.model.network, rollout.cache.blocks, 1, 1)
