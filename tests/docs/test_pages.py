@@ -49,7 +49,8 @@ def test_shell_parses(block: Block) -> None:
 @pytest.mark.parametrize(("block", "line"), COMMANDS, ids=[str(block) for block, _ in COMMANDS])
 def test_commands_compose(block: Block, line: str) -> None:
     given = _parsed(arguments(line))
-    if "overrides" in given and "config_name" in given and given.config_dir is None:
+    composes = "config_name" in given and given.overrides is not None
+    if composes and given.config_dir is None:
         compose_all(given.overrides, config_name=given.config_name)
 
 
