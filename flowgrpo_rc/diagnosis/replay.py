@@ -28,7 +28,7 @@ ROWS = 8  # of a forward
 
 def check_model(dump: Dump, formula: Formula, config: Config) -> list[tuple[str, str]]:
     """Explains why the rollout's log-probs are not those of the model of some settings, if so."""
-    if config.model.kind != "diffusion" or not dump.prompts:
+    if config.model.kind != "diffusion" or len(dump.prompts) < len(dump.start):
         needed = "model.kind=diffusion, and 'prompts' in the dump, a text of each sample"
         raise ValueError(f"--model needs {needed}: without them no step can be evaluated")
     check_plan(config, 1)
