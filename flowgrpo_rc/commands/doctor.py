@@ -112,9 +112,9 @@ def _ocr() -> str:
     image = Image.new("RGB", (64, 32), "white")
     ImageDraw.Draw(image).text((4, 4), "AB7X", fill="black", font=ImageFont.load_default(20))
     prompt = Prompt(text='"AB7X"', index=0, target="AB7X")
-    reward = OCR()
+    reward = OCR(engine=str(OCR().settled()["engine"]))
     reward.check()
     score = reward(np.asarray(image)[None], [prompt]).values[0]
     if score < 1:
         raise RuntimeError(f"a rendered word was read with reward {score:.2f}")
-    return "reads a rendered word"
+    return f"reads a rendered word with {reward.engine}"

@@ -13,7 +13,7 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.checkpoint import Checkpoint, set_aside_after
 from flowgrpo_rc.records.inputs import write_inputs
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.run_folder import RunFolder, flat_settings
 
 
 def check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
@@ -24,6 +24,17 @@ def check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
             "trainer.output_dir must be a folder that all processes share: they see different "
             "checkpoints"
         )
+
+
+def check_same_rewards(config: Config, given: Config, processes: Processes) -> None:
+    """Raises ValueError if machines settle what `given` leaves open for the rewards differently."""
+    before = flat_settings(given.reward.terms, "reward.terms")
+    terms = flat_settings(config.reward.terms, "reward.terms").items()
+    found = [f"{key}={value}" for key, value in terms if before.get(key) != value]
+    told = set(processes.gather_objects([", ".join(found)]))
+    if len(told) > 1:
+        listed = " or ".join(sorted(told))
+        raise ValueError(f"the machines of this run would score with {listed}: give one of them")
 
 
 def prepare_folder(

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
-from flowgrpo_rc.commands.opening import check_one_folder, note_fetched, prepare_folder
+from flowgrpo_rc.commands.opening import (
+    check_one_folder,
+    check_same_rewards,
+    note_fetched,
+    prepare_folder,
+)
 from flowgrpo_rc.commands.results import export_step, leave_results, uploads_of
 from flowgrpo_rc.config.check_folder import can_be_extended, how_from_lora
 from flowgrpo_rc.config.checks import RunInputs, check_run
@@ -84,6 +89,8 @@ def run(
         with processes.noticing_losses():
             if config.rollout.dtype == AUTO and inputs.resumed is None:
                 found = _agreed(found, processes, console)
+            if found.reward != config.reward:
+                check_same_rewards(found, config, processes)
             if not found.knows_no_log_probs():
                 parts = ratio(asdict(found), asdict(config))
                 console.message(

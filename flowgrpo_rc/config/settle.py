@@ -11,23 +11,26 @@ from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.records.rollout_files import keeps_means
+from flowgrpo_rc.rewards.manager import settled_rewards
 from flowgrpo_rc.rollout.devices import AUTO, faster_dtype
 
 
 def settled(config: Config, device: torch.device | None = None) -> Config:
     """Returns the settings with a value where they leave one open.
 
-    These are `rollout.dtype`, by this machine or `device`, `rollout.merge_lora`, `centered`, and a
-    clip that has no mismatch to follow; their keys say what they become.
+    These are the engine of OCR, `rollout.dtype`, by this machine or `device`, `rollout.merge_lora`,
+    `centered`, and a clip that has no mismatch to follow; their keys say what they become.
 
     A run that goes on in `trainer.output_dir` keeps what it has, but for merged weights where they
     are sharded now.
     """
     config = config.with_fixed_clip()
+    earlier = config_of_run(config)
+    reward = settled_rewards(config.reward, earlier.reward if earlier else None)
+    config = replace(config, reward=reward)
     rollout, correction = config.rollout, config.algorithm.rollout_correction
     if rollout.dtype != AUTO and None not in (rollout.merge_lora, correction.centered):
         return config
-    earlier = config_of_run(config)
     if rollout.dtype == AUTO:
         dtype = earlier.rollout.dtype if earlier else faster_dtype(device or device_of(config))
         rollout = replace(rollout, dtype=dtype)

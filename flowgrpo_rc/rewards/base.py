@@ -129,6 +129,13 @@ class Reward(ABC):
         the prompt.
         """
 
+    def settled(self) -> Mapping[str, object]:
+        """Returns a value for each option that is left to this machine.
+
+        A run that begins puts them into its settings.
+        """
+        return {}
+
     @abstractmethod
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
         """Scores N samples.

@@ -30,7 +30,8 @@ class Caller:
 
     Python cannot end a thread. A call that was given up goes on in it, and until it returns every
     further one fails at once. It is a daemon thread, for which the process does not wait at its
-    end.
+    end: `close` does. If it were still to call or free a library in C++ then, the process would
+    abort.
 
     `timeout_s` is None for no limit; `name` is that of the thread.
     """
@@ -77,7 +78,7 @@ class Caller:
             raise late
 
     def close(self, patience_s: float) -> None:
-        """Ends the thread. Waits for the call that runs, but not for one that was given up.
+        """Ends the thread and waits for it, but not for a call that was given up.
 
         After `patience_s` seconds the call ends with CancelledError.
         """
@@ -86,6 +87,8 @@ class Caller:
         self._calls.put(None)
         if ended:
             self._turn.release()
+            if self._given_up is None or self._given_up.done():
+                self._thread.join()
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:

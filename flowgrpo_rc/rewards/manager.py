@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from numbers import Real
 from typing import Any, NamedTuple
@@ -86,6 +86,21 @@ class _Outcome(NamedTuple):
 
     columns: Mapping[str, Tensor]
     error: BaseException | None = None
+
+
+def settled_rewards(config: RewardConfig, earlier: RewardConfig | None) -> RewardConfig:
+    """Returns the rewards with a value for each option that is left to the machine.
+
+    `earlier` is of the run that goes on, if any: it keeps what it has.
+    """
+    terms = {str(name): term for name, term in config.terms.items()}
+    for name, term in build_terms(config).items():
+        found = term.reward.settled()
+        if earlier is not None:
+            kept = earlier.terms.get(name) or {}
+            found = {option: kept[option] for option in found if option in kept}
+        terms[name] = {**terms[name], **found}
+    return replace(config, terms=terms)
 
 
 def check_needs(config: RewardConfig) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.compositions import config_of
 
+from flowgrpo_rc.commands.opening import check_same_rewards
 from flowgrpo_rc.config import settle
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.settle import settled
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.rewards import ocr
 from flowgrpo_rc.rollout import devices as module
 
 RC = "algorithm.rollout_correction"
@@ -76,6 +81,42 @@ def test_a_precision_that_is_known_is_not_measured(tmp_path: Path, monkeypatch):
     assert settled(config_of("rollout.dtype=fp16")).rollout.dtype == "fp16"
     output = begun(tmp_path, "rollout.dtype=bf16")
     assert settled(config_of(output, "rollout.dtype=auto")).rollout.dtype == "bf16"
+
+
+@pytest.mark.parametrize("found", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("term", ["ocr", "video_ocr"])
+def test_the_engine_of_ocr_is_settled_and_a_run_that_goes_on_keeps_it(
+    tmp_path: Path, monkeypatch, found: str, term: str
+):
+    where = None if found == "onnxruntime" else object()
+    monkeypatch.setattr(ocr, "find_spec", lambda name: where)
+
+    def engine(*overrides: str) -> str | None:
+        others = () if term == "ocr" else ("reward.terms.ocr=null",)
+        config = config_of(*others, f"reward.terms.{term}.weight=2", *overrides)
+        kept = settled(config).reward.terms[term]
+        assert kept["weight"] == 2
+        return kept.get("engine")
+
+    key = f"reward.terms.{term}.engine"
+    assert engine() == found
+    assert engine(f"{key}=auto") == found
+    assert engine(f"{key}=onnxruntime") == "onnxruntime"
+    for kept in ("onnxruntime", "openvino"):
+        output = begun(tmp_path / kept, f"{key}={kept}")
+        assert engine(output) == kept
+    assert engine(begun(tmp_path / "old", "trainer.test_freq=0")) is None  # reads as it did
+
+
+def test_machines_that_settle_different_engines_are_told():
+    def check(*engines: str) -> None:
+        told = [f"reward.terms.ocr.engine={engine}" for engine in engines]
+        processes = cast(Processes, SimpleNamespace(gather_objects=lambda mine: mine + told[1:]))
+        check_same_rewards(config_of(told[0]), config_of(), processes)
+
+    check("openvino", "openvino")
+    with pytest.raises(ValueError, match=r"engine=onnxruntime or reward\.\S+engine=openvino: give"):
+        check("openvino", "onnxruntime")
 
 
 def centered(*overrides: str) -> bool | None:

@@ -18,8 +18,7 @@ def test_calls_go_to_one_thread_and_raise_what_the_function_raises() -> None:
     assert [thread.name for thread in threads] == ["mine"]
     caller.close(0)
     (thread,) = threads
-    thread.join(10)
-    assert not thread.is_alive()
+    assert not thread.is_alive()  # or it might free a C++ library while the process ends
     caller = Caller(sys.exit, 10, name="exits")
     with pytest.raises(SystemExit, match="3"):
         caller(3)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 from rapidocr import RapidOCR
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards import ocr
 from flowgrpo_rc.rewards.ocr import OCR, ocr_score
 from flowgrpo_rc.rewards.video_ocr import VideoOCR
 from flowgrpo_rc.rewards.vlm_ocr import VlmOCR
@@ -138,6 +143,59 @@ def test_reads_faint_colours_as_the_library_does_from_a_file():
     expected = [library(Image.fromarray(image)).txts[0] for image in images]
     assert OCR().read(images) == expected
     assert OCR().read(images[..., ::-1]) != expected
+
+
+@pytest.mark.skipif(find_spec("openvino") is None, reason="needs the extra `openvino`")
+@pytest.mark.parametrize("height", [32, 64])
+def test_openvino_reads_the_same_texts_in_fp32(height):
+    rng = np.random.default_rng(1)
+    inks = rng.integers(0, 256, (24, 3))
+    papers = np.clip(inks + rng.integers(-25, 26, (24, 3)), 0, 255)
+    colours = zip(inks, papers, strict=True)
+    images = np.stack(
+        [draw("KBCA", height=height, ink=tuple(i), paper=tuple(p)) for i, p in colours]
+    )
+    reward = OCR(engine="openvino", batch_size=2)
+    assert reward.read(images) == OCR(engine="onnxruntime", batch_size=2).read(images)
+    reader = reward._line_reader if height == 32 else reward._page_reader
+    compiled = reader.text_rec.session.session.get_compiled_model()
+    assert compiled.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
+
+
+def test_openvino_is_asked_for_fp32_and_few_threads(monkeypatch):
+    """Its default precision is bf16 where the CPU has that."""
+    asked = {}
+
+    class Core:
+        def compile_model(self, model, device, settings):
+            asked.update(settings, model=model, device=device)
+            return SimpleNamespace(create_infer_request=lambda: "request")
+
+    library = ModuleType("openvino")
+    library.Core = Core
+    monkeypatch.setitem(sys.modules, "openvino", library)
+    session = SimpleNamespace(model="weights", session="in bf16")
+    ocr.compile_in_fp32(session, num_threads=3)
+    assert session.session == "request"
+    assert asked.pop("INFERENCE_PRECISION_HINT") == "f32"
+    assert asked.pop("INFERENCE_NUM_THREADS") == 3
+    assert (asked["model"], asked["device"]) == ("weights", "CPU")
+
+
+@pytest.mark.parametrize("reward_class", [OCR, VideoOCR])
+def test_an_engine_that_is_missing_is_told_before_anything_is_read(monkeypatch, reward_class):
+    monkeypatch.setattr(ocr, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"engine=openvino: .* pip install .*openvino.*, or set"):
+        reward_class(engine="openvino").check()
+    reward_class(engine="onnxruntime").check()
+    reward_class().check()
+    with pytest.raises(ValueError, match="engine='ov': allowed are auto, onnxruntime, openvino"):
+        reward_class(engine="ov")
+
+
+def test_narrow_lines_read_like_wide_ones():
+    pages = np.stack([draw(word, width=128, height=128, size=28) for word in WORDS])
+    assert OCR(detection="narrow").read(pages) == OCR(detection="always").read(pages) == WORDS
 
 
 def test_small_text_in_a_large_image_needs_detection():

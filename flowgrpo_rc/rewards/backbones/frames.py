@@ -5,7 +5,7 @@ Shapes: N videos, F frames, H x W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,10 @@ class FrameMean(Reward):
         check_at_least_one(every=every)
         self._every = every
         self._images: Reward = build(self.image_reward, options, self.image_reward.__name__)
+
+    def settled(self) -> Mapping[str, object]:
+        """Returns what the image reward leaves to this machine."""
+        return self._images.settled()
 
     def check(self) -> None:
         """Raises ValueError if the image reward lacks what it needs."""
