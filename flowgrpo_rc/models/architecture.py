@@ -18,10 +18,12 @@ import transformers
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of, component_class
+from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of
+from flowgrpo_rc.models.components import component_class
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import read_index
 from flowgrpo_rc.models.quantization import quantize_blocks
+from flowgrpo_rc.models.vae import vae_dtype
 from flowgrpo_rc.reading import blaming, load_tokenizer, read_mapping
 
 META = torch.device("meta")
@@ -36,7 +38,7 @@ def build_architecture(config: ModelConfig) -> FlowModel:
     adapter = adapter_of(config)
     index = DiffusionPipeline.load_config(config.path)
     components = {
-        name: _component(config, name, *value) if isinstance(value, list) else value
+        name: _component(config, adapter, name, *value) if isinstance(value, list) else value
         for name, value in index.items()
         if not name.startswith("_")
     }
@@ -80,12 +82,20 @@ def unpack_architecture(file: Path) -> Path:
     return folder
 
 
-def _component(config: ModelConfig, name: str, library: str | None, class_name: str | None) -> Any:
-    """A scheduler, or a model in the precision that `load_model` gives it; None for all others."""
+def _component(
+    config: ModelConfig,
+    adapter: type[FlowModel],
+    name: str,
+    library: str | None,
+    class_name: str | None,
+) -> Any:
+    """A scheduler, or a model in its precision on a card; None for all others."""
     if library is None or class_name is None:
         return None
     cls: Any = component_class(config, name, library, class_name)
-    dtype = torch.float32 if name == "vae" else DTYPES[config.dtype]
+    dtype = DTYPES[config.dtype]
+    if name == "vae":
+        dtype = vae_dtype(config.dtype, META, stock_in_bf16=adapter.vae_in_bf16)
     with blaming(f"model.path={config.path}: the settings of its {name}"):
         if issubclass(cls, PreTrainedModel):
             settings = cls.config_class.from_pretrained(config.path, subfolder=name)

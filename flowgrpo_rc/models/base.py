@@ -30,6 +30,7 @@ from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.distributed.numerics import convolving_in_tf32
 from flowgrpo_rc.libraries import unasked
+from flowgrpo_rc.models.components import component_class
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
@@ -39,7 +40,7 @@ from flowgrpo_rc.models.prompt_cache import Edit, PromptCache
 from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
-from flowgrpo_rc.models.vae import keep_channels_last
+from flowgrpo_rc.models.vae import keep_channels_last, vae_dtype
 from flowgrpo_rc.plugins import concrete_subclasses, load_class
 from flowgrpo_rc.reading import blaming, load_weights, loading
 
@@ -95,6 +96,8 @@ class FlowModel(ABC):
         max_sequence_length.
       takes_flow_solvers: whether the stock pipeline, besides Euler's scheduler, takes solvers that
         walk the sigmas of a flow (use_flow_sigmas).
+      vae_in_bf16: whether diffusers documents the stock pipeline in bf16 without another precision
+        for its VAE, which then decodes in bf16 on a card.
       optional_components: those of the pipeline that a checkpoint may lack, besides the ones that
         the pipeline's class can do without.
       unsupported_components: name in model_index.json -> why a checkpoint that has this component
@@ -127,6 +130,7 @@ class FlowModel(ABC):
     pads_to_longest: ClassVar[bool] = False
     keeps_length: ClassVar[bool] = False
     takes_flow_solvers: ClassVar[bool] = False
+    vae_in_bf16: ClassVar[bool] = False
     optional_components: ClassVar[tuple[str, ...]] = ()
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
@@ -421,7 +425,7 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
             folder = DiffusionPipeline.download(
                 folder, use_safetensors=True, trust_remote_code=False
             )
-        pipeline = _load_pipeline(config, getattr(diffusers, adapter.pipeline_class), Path(folder))
+        pipeline = _load_pipeline(config, adapter, Path(folder), device)
     pipeline.set_progress_bar_config(disable=True)
     streams = config.offload_idle == "layers"
     for name in adapter.networks:
@@ -441,29 +445,13 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
     )
 
 
-def component_class(config: ModelConfig, name: str, library: str, class_name: str) -> type[Any]:
-    """Returns the class of a component by model_index.json; ValueError if it cannot be read."""
-    found: Any = getattr(import_module(library), class_name, None)
-    is_class = isinstance(found, type)
-    if not is_class:
-        raise ValueError(
-            f"model.path={config.path}: its {name} is {class_name}, and this installation's "
-            f"{library} has no class of this name"
-        )
-    if issubclass(found, diffusers.ConfigMixin):
-        where = f"model.path={config.path}: the settings of its {name}"
-        with blaming(where):
-            settings = found.load_config(config.location(), subfolder=name)
-            unknown = found.extract_init_dict(settings)[1]
-        for key, value in unknown.items():  # which diffusers would ignore
-            if value not in (None, False, [], {}):
-                raise ValueError(f"{where} have {key}={value!r}, which no {class_name} here knows")
-    return found
-
-
-def _load_pipeline(config: ModelConfig, pipeline_class: Any, folder: Path) -> Any:
+def _load_pipeline(
+    config: ModelConfig, adapter: type[FlowModel], folder: Path, device: torch.device
+) -> Any:
     """Builds a pipeline of its components as diffusers does, but checks their weights."""
+    pipeline_class = getattr(diffusers, adapter.pipeline_class)
     given = f"model.path={config.path}"
+    in_vae = vae_dtype(config.dtype, device, stock_in_bf16=adapter.vae_in_bf16)
     parts: dict[str, Any] = {}
     for name, value in read_index(config).items():
         if name.startswith("_") or name not in signature(pipeline_class).parameters:
@@ -473,8 +461,7 @@ def _load_pipeline(config: ModelConfig, pipeline_class: Any, folder: Path) -> An
             continue
         cls, place = component_class(config, name, *value), str(folder / name)
         if issubclass(cls, ModelMixin | PreTrainedModel):
-            # The VAE stays fp32, since SD3's overflows in half precision.
-            dtype = torch.float32 if name == "vae" else DTYPES[config.dtype]
+            dtype = in_vae if name == "vae" else DTYPES[config.dtype]
             parts[name] = load_weights(cls, place, given, dtype=dtype)
         else:
             with loading(f"{given}: its {name}"):

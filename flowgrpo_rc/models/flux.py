@@ -23,6 +23,7 @@ class Flux(PackedModel):
     pipeline_class = "FluxPipeline"
     cfg_key = "true_cfg_scale"
     embeds_guidance = True
+    vae_in_bf16 = True
     default_target_modules = (
         *JOINT_ATTENTION,
         "ff.net.0.proj",

@@ -37,6 +37,7 @@ class Flux2Klein(EditingModel):
 
     pipeline_class = "Flux2KleinPipeline"
     thinking = False
+    vae_in_bf16 = True
     default_target_modules = (
         *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",

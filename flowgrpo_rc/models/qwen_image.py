@@ -23,6 +23,7 @@ class QwenFamily(PackedModel):
     cfg_key = "true_cfg_scale"
     masks_text = True
     pads_to_longest = True
+    vae_in_bf16 = True
     max_sequence_length = 1024
     default_target_modules = (
         *JOINT_ATTENTION,

@@ -1,8 +1,19 @@
-"""The VAE as it decodes: the layout of its weights."""
+"""The VAE as it decodes: its precision and the layout of its weights."""
 
 from __future__ import annotations
 
+import torch
 from torch import channels_last, channels_last_3d, nn
+
+
+def vae_dtype(dtype: str, device: torch.device, *, stock_in_bf16: bool) -> torch.dtype:
+    """Returns the precision of a VAE beside a model in `dtype`.
+
+    It is bf16 on a card where the stock pipeline in bf16 has its VAE so; else fp32, since SD3's
+    overflows in half precision and a CPU convolves faster in fp32.
+    """
+    in_bf16 = stock_in_bf16 and dtype == "bf16" and device.type != "cpu"
+    return torch.bfloat16 if in_bf16 else torch.float32
 
 
 def keep_channels_last(vae: nn.Module) -> None:

@@ -30,6 +30,7 @@ class ZImage(FlowModel):
     thinking = True
     keeps_length = True
     unguided_scale = 0.0
+    vae_in_bf16 = True
     min_sequence_length = 1
     text_width_key = "cap_feat_dim"
     default_target_modules = (

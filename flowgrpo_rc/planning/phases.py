@@ -25,7 +25,9 @@ def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
     steps = [("update", update, formula)]
     samples = samples_at_once(config)
     idle = config.model.offload_idle
-    vae, in_vae = (job.parts["vae"], "the fp32 VAE, and the VAE") if idle else (0, "the fp32 VAE")
+    vae, in_vae = 0, f"the {job.vae_dtype} VAE"
+    if idle:
+        vae, in_vae = job.parts["vae"], f"{in_vae}, and the VAE"
     if not config.rollout.workers:
         sampling, formula = found["rollout"], f"activations of {samples['rollout']} samples"
         if job.sleeps:

@@ -70,6 +70,11 @@ class Job:
         """The bytes of each network, without the LoRA."""
         return {name: _num_bytes(part) for name, part in self.networks.items()}
 
+    @property
+    def vae_dtype(self) -> str:
+        """The precision of the VAE, `fp32` or `bf16`."""
+        return "fp32" if self.model.pipeline.vae.dtype == DTYPES["fp32"] else "bf16"
+
     @cached_property
     def saved(self) -> int:
         """The bytes by which `model.quantization` makes the transformers smaller."""
@@ -114,7 +119,10 @@ class Job:
         """The bytes of an engine that has a pipeline of its own."""
         vae = self.parts["vae"]
         others = self.in_rollout(sum(self.parts.values()) + self.saved - vae)
-        return others + vae // 4 * DTYPES[self.config.rollout.dtype].itemsize
+        return (
+            others
+            + vae // DTYPES[self.vae_dtype].itemsize * DTYPES[self.config.rollout.dtype].itemsize
+        )
 
     def in_rollout(self, size: int) -> int:
         """Returns the bytes in the rollout's precision of what has `size` in the trainer's."""
@@ -140,9 +148,10 @@ def memory(job: Job) -> list[Row]:
     config, trained = job.config, job.trained
     moment = 1 if config.actor.optim.name == "adamw_8bit" else 4
     idle = config.model.offload_idle
-    others, where = job.others, f"{config.model.dtype} encoders, fp32 VAE"
+    others, where = job.others, f"{config.model.dtype} encoders, {job.vae_dtype} VAE"
     if config.model.prompt_cache is not None:
-        others, where = job.parts["vae"], "fp32 VAE; encoders only in the first pass"
+        others = job.parts["vae"]
+        where = f"{job.vae_dtype} VAE; encoders only in the first pass"
     if idle:
         others, where = 0, f"on the CPU; {as_size(others)} while at work"
     rows = [

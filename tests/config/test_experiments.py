@@ -56,6 +56,17 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
     check_kind(config.reward, adapter.makes)
 
 
+@pytest.mark.parametrize("file", [*(f"experiment/{name}" for name in NAMES), "sd35_medium_ocr"])
+def test_exact_products_beside_an_fp32_vae_are_explained(file: str) -> None:
+    """`trainer.tf32` is false by default, which costs an fp32 LoRA dearly on a card."""
+    config = to_config(compose_config([], config_name=file))
+    folder = find_architecture(config.model.path, config_folder() / "architectures")
+    adapter = adapter_of(ModelConfig(path=str(folder)))
+    in_bf16 = adapter.vae_in_bf16 and config.model.dtype == "bf16"
+    text = (config_folder() / f"{file}.yaml").read_text()
+    assert config.trainer.tf32 or in_bf16 or re.search(r"^  tf32: false  # \w", text, re.MULTILINE)
+
+
 def has_bands_that_follow(config: Config, *, bypass_mode: bool) -> bool:
     found = config.algorithm.rollout_correction
     bands = (found.rollout_is, found.rollout_rs, found.rollout_rs_threshold)

@@ -28,11 +28,11 @@ from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch,
 from flowgrpo_rc.config.names import config_folder
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.exports.lora import export_lora
-from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline
+from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline, load_model
 from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
 from flowgrpo_rc.models.networks import transformers
-from flowgrpo_rc.models.vae import keep_channels_last
+from flowgrpo_rc.models.vae import keep_channels_last, vae_dtype
 from flowgrpo_rc.policies.encode_prompts import encode_prompts, encode_unique
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
@@ -329,6 +329,22 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject, tmp_pa
     assert torch.equal(as_stock, wanted)
     pictures = (call_stock(stock, tiny, tiny.guided, latents, "np") * 255).round().astype(np.uint8)
     assert np.array_equal(model.decode(found, spec), pictures)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_vae_in_bf16_decodes_nearly_the_same(subject: Subject, dtype: str) -> None:
+    """On a card alone, and where the stock pipeline has it so."""
+    model = load_model(subject.config(dtype=dtype), torch.device("cpu"))
+    spec = subject.tiny.spec("sde", subject.tiny.unguided)
+    latents = drawn(model, spec)
+    assert model.pipeline.vae.dtype == torch.float32
+    whole = model.decode(latents, spec)
+    on_card = vae_dtype(dtype, torch.device("cuda"), stock_in_bf16=model.vae_in_bf16)
+    model.pipeline.vae.to(on_card)
+    apart = np.abs(model.decode(latents, spec).astype(int) - whole)
+    rounds = dtype == "bf16" and model.vae_in_bf16
+    assert (apart.max() > 0) == rounds
+    assert apart.mean() < 1
 
 
 def test_a_decoder_keeps_channels_last_on_a_cpu(any_subject: Subject) -> None:

@@ -60,7 +60,9 @@ def test_parameters_are_the_published_ones_and_nothing_is_allocated(name: str) -
     assert sorted(found) == sorted(PUBLISHED[name])
     assert all(p.is_meta for part in parts for p in part.parameters())
     assert {p.dtype for p in model.transformer.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in model.pipeline.vae.parameters()} == {torch.float32}
+    whole = ("stable-diffusion", "Sana", "Wan")  # their VAE stays fp32
+    expected = torch.float32 if name.startswith(whole) else torch.bfloat16
+    assert {p.dtype for p in model.pipeline.vae.parameters()} == {expected}
 
 
 def test_every_architecture_is_listed() -> None:
