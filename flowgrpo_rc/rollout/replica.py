@@ -16,7 +16,8 @@ from flowgrpo_rc.distributed.numerics import rounds_to_tf32
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.lora_files import ADAPTER
 from flowgrpo_rc.models.networks import transformers
-from flowgrpo_rc.models.quantization import precision, repeated_blocks
+from flowgrpo_rc.models.quantization import precision
+from flowgrpo_rc.rollout.compiling import compile_blocks
 from flowgrpo_rc.rollout.config import ROUNDED
 from flowgrpo_rc.rollout.engine import R, RolloutEngine, check_tensors
 from flowgrpo_rc.rollout.quantization import PACKAGES, plain_layers, quantize
@@ -67,8 +68,7 @@ class Replica:
         if quantization is not None:
             quantize(replica, quantization)
         if backend is not None:
-            for block in repeated_blocks(replica):
-                block.compile(backend=backend)
+            compile_blocks(replica, backend)
         self.version = 0
 
     def spec(self, asked: S) -> S:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.subjects import Subject, make_subject
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
@@ -20,6 +21,7 @@ from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.policies import flow
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout import diffusers_engine
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 
@@ -210,3 +212,35 @@ def test_what_cannot_be_skipped_is_refused(saved) -> None:
             torch.zeros(1, 0, dtype=torch.int64),
             lambda _: torch.zeros(1),
         )
+
+
+def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject, monkeypatch):
+    """Shared states, the last chunk, cached steps and a new LoRA need no further code."""
+    counter = CompileCounter()
+    monkeypatch.setattr(diffusers_engine, "INDUCTOR", counter)
+    model = deepened(subject)
+    cached = {"cached_steps": (1, 3), "cached_blocks": COMPUTED, "shared_prefix": True}
+    request = request_for(subject, "guided", **cached)
+    more = dataclasses.replace(
+        request, samples_per_prompt=4, window=request.window[:1].expand(8, 2), seeds=[*range(8)]
+    )
+    lora = {name: p + 0.01 for name, p in lora_parameters(model.network).items()}
+    found = []
+    for compiles in (False, True):
+        engine = DiffusersEngine(
+            model,
+            model.network,
+            dtype="fp32",
+            chunk_size=3,
+            compile=compiles,
+            merge_lora=True,
+            cached_blocks=COMPUTED,
+        )
+        first = list(engine.generate(request))
+        graphs = counter.frame_count
+        engine.sync_weights(lora, 1)
+        found.append([*first, *engine.generate(more)])
+    assert counter.frame_count == graphs >= 1
+    assert [len(chunk.prompts) for chunk in found[1]] == [3, 1, 3, 3, 2]
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(plain.latents, compiled.latents, rtol=1e-5, atol=1e-5)

@@ -13,7 +13,6 @@ from support.kernels import needs_int8_kernels
 from support.runs import fingerprint
 from support.torchao import needs_torchao
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.config import check_engine
@@ -21,8 +20,8 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
-from flowgrpo_rc.models.quantization import repeated_blocks
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.compiling import InductorOrEager, compile_blocks
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
@@ -147,14 +146,43 @@ def test_a_layer_that_int4_cannot_take() -> None:
         quantize(network, "int4")
 
 
-def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
-    network = trained_lora(model)
-    counter = CompileCounter()
-    replicas = [Replica(network, "fp32", backend=backend).network for backend in (None, counter)]
-    plain, compiled = velocities(model, *replicas)
-    torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-5)
-    assert counter.frame_count >= 1
-    assert list(repeated_blocks(replicas[1])) == list(replicas[1].transformer_blocks)
+class Block(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Pair(nn.Module):
+    """Two blocks that share their code, behind each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it loads inductor
+@pytest.mark.parametrize("fails", [False, True])
+@torch.no_grad()
+def test_what_does_not_compile_runs_without_it(fails: bool, monkeypatch, caplog) -> None:
+    def broken(graph: object, inputs: object) -> None:
+        raise RuntimeError("no space left\nin the cache")
+
+    if fails:
+        monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: broken)
+    elif check_engine.missing_for_compiling(torch.device("cpu")):
+        pytest.skip("no C++ compiler")
+    network, backend = Pair(), InductorOrEager()
+    wanted = [network(torch.ones(rows, 4)) for rows in (1, 3)]
+    compile_blocks(network, backend)
+    for rows, plain in zip((1, 3), wanted, strict=True):
+        torch.testing.assert_close(network(torch.ones(rows, 4)), plain)
+    assert backend.failed is fails
+    note = "rollout.compile: a block runs without it (RuntimeError: no space left)"
+    assert [text for text in caplog.messages if text.startswith("rollout.")] == [note] * fails
 
 
 # --- What they need
