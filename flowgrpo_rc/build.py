@@ -26,7 +26,7 @@ from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, chunk_size, engine_of
 from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.check_inputs import Prompts
 from flowgrpo_rc.config.machine import device_of, limit_threads
-from flowgrpo_rc.config.settle import settled
+from flowgrpo_rc.config.settle import settle_compile, settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
@@ -106,6 +106,7 @@ def assemble(
     if config.model.prompt_cache is not None:
         steps = range(max(1, first_step), config.trainer.total_training_steps + 1)
         encode_ahead(task, prompts, processes, steps, config.actor.ppo_mini_batch_size)
+    config = settle_compile(config, task, sampler, make_engine, processes, folder, log, first_step)
     check_output(config, sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
     # An engine that copies the network has to see it whole, before it is sharded.
@@ -120,10 +121,9 @@ def assemble(
     algorithm = make_algorithm(config, task, processes)
     update = PolicyUpdate(algorithm, config.actor, processes, total_updates=config.total_updates())
     health = make_health(config)
+    rank, count = processes.rank, processes.count
     correction = config.algorithm.rollout_correction
-    rejected = RejectedSamples(
-        folder.rejected, correction, rank=processes.rank, count=processes.count
-    )
+    rejected = RejectedSamples(folder.rejected, correction, rank=rank, count=count)
     best = BestEvaluation(MetricsFile(folder.metrics).rows())
     keep = config.trainer.max_checkpoints_to_keep
     return Trainer(

@@ -61,7 +61,7 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             rollout.quantization not in (None, *engine.quantizations),
             f"rollout.quantization={rollout.quantization!r}: {name} offers {offered}",
         ),
-        (rollout.compile and not engine.compiles, f"rollout.compile=true {useless}"),
+        (rollout.compile is True and not engine.compiles, f"rollout.compile=true {useless}"),
         (merge and not engine.merges_lora, f"rollout.merge_lora={merge} {useless}"),
         (
             rollout.quantization and own,
@@ -142,7 +142,7 @@ def engine_options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {"dtype": rollout.dtype, "chunk_size": chunk_size(config)}
     # Only an engine that offers these has options of these names.
     offered = {name: getattr(rollout, name) for name in ("quantization", "compile", "merge_lora")}
-    options |= {name: value for name, value in offered.items() if value}
+    options |= {name: value for name, value in offered.items() if value not in (None, False, AUTO)}
     if rollout.cache.every > 1:
         options["cached_blocks"] = tuple(rollout.cache.blocks)
     return options | rollout.engine_kwargs
@@ -176,7 +176,7 @@ def check_machine(config: Config, device: torch.device) -> None:
         given = str(config.model.offload_idle).lower()
         raise ValueError(f"model.offload_idle={given} has no effect on the CPU: drop it")
     rollout = config.rollout
-    check_device(rollout.dtype, rollout.quantization, device, rollout.compile)
+    check_device(rollout.dtype, rollout.quantization, device, rollout.compile is True)
     if config.data.replay_dir is None:
         _check_workers(config, device)
         _check_options_on(config, device)
@@ -241,7 +241,7 @@ def missing_for_compiling(device: torch.device) -> list[str]:
 def _check_compiler(config: Config, device: torch.device) -> None:
     lacking = missing_for_compiling(device)
     for key, compiles in (
-        ("rollout.compile=true", config.rollout.compile),
+        ("rollout.compile=true", config.rollout.compile is True),
         ("actor.optim.name=adamw_8bit", config.actor.optim.name == "adamw_8bit"),
     ):
         if compiles and lacking:

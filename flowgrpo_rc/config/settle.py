@@ -1,18 +1,26 @@
 """Settings that a run decides itself where they are left open."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flowgrpo_rc.config.check_engine import engine_class
+from flowgrpo_rc.config.check_engine import chunk_size, engine_class, missing_for_compiling
 from flowgrpo_rc.config.check_folder import config_of_run
 from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.data.prompts import PromptSampler, shard
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.records.rollout_files import keeps_means
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.run_log import RunLog
 from flowgrpo_rc.rewards.manager import settled_rewards
+from flowgrpo_rc.rollout.compiling import repays
 from flowgrpo_rc.rollout.devices import AUTO, faster_dtype
+from flowgrpo_rc.rollout.engine import RolloutEngine
 
 
 def settled(config: Config, device: torch.device | None = None) -> Config:
@@ -20,6 +28,7 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
 
     These are the engine of OCR, `rollout.dtype`, by this machine or `device`, `rollout.merge_lora`,
     `centered`, and a clip that has no mismatch to follow; their keys say what they become.
+    A new run leaves `rollout.compile` to `settle_compile`.
 
     A run that goes on in `trainer.output_dir` keeps what it has, but for merged weights where they
     are sharded now.
@@ -29,8 +38,11 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
     reward = settled_rewards(config.reward, earlier.reward if earlier else None)
     config = replace(config, reward=reward)
     rollout, correction = config.rollout, config.algorithm.rollout_correction
-    if rollout.dtype != AUTO and None not in (rollout.merge_lora, correction.centered):
+    known = AUTO not in (rollout.dtype, rollout.compile)
+    if known and None not in (rollout.merge_lora, correction.centered):
         return config
+    if rollout.compile == AUTO and earlier:
+        rollout = replace(rollout, compile=earlier.rollout.compile)
     if rollout.dtype == AUTO:
         dtype = earlier.rollout.dtype if earlier else faster_dtype(device or device_of(config))
         rollout = replace(rollout, dtype=dtype)
@@ -43,6 +55,49 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
         correction = replace(correction, centered=centered)
     algorithm = replace(config.algorithm, rollout_correction=correction)
     return replace(config, rollout=rollout, algorithm=algorithm)
+
+
+def settle_compile(
+    config: Config,
+    task: Any,
+    sampler: PromptSampler,
+    make_engine: Callable[[Config, Any], RolloutEngine[Any]],
+    processes: Processes,
+    folder: RunFolder,
+    log: RunLog,
+    first_step: int,
+) -> Config:
+    """Returns the settings with `rollout.compile` decided, which it tells and writes down.
+
+    The first process decides for all, by a chunk of its samples of the first step.
+    """
+    rollout, count, step = config.rollout, processes.count, max(1, first_step)
+    if rollout.compile != AUTO:
+        return config
+    lacking = missing_for_compiling(processes.device)
+    if not engine_class(config).compiles:
+        lacking = ["an engine that offers it"]
+    compiles, why = False, f"it needs {' and '.join(lacking)}"
+    if processes.is_main and not lacking:
+        drawn, batch = sampler.step(step - 1), config.actor.ppo_mini_batch_size
+        prompts = shard(drawn, step=step, mini_batch_size=batch, rank=0, world_size=count)
+        asked = task.request(prompts, range(config.samples_per_step(count)))
+        chunks = asked.chunks(chunk_size(config))
+        steps = config.trainer.total_training_steps - step + 1
+
+        def engine(compiled: bool) -> RolloutEngine[Any]:
+            settings = replace(config, rollout=replace(rollout, compile=compiled))
+            return make_engine(settings, task.model)
+
+        one = replace(asked, only=chunks[0], decode=False)
+        num_chunks = len(chunks) * steps * count // (rollout.workers or count)
+        compiles, why = repays(engine, one, num_chunks)
+    compiles = processes.any(compiles)
+    log.console.message(f"note: rollout.compile={AUTO}: {str(compiles).lower()} ({why})")
+    config = replace(config, rollout=replace(rollout, compile=compiles))
+    if processes.is_main:
+        folder.write_settings(asdict(config))
+    return config
 
 
 def _merges_at_no_loss(config: Config) -> bool:

@@ -109,10 +109,8 @@ class RunFolder:
         inputs: Mapping[str, Input],
         further: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes config.yaml without secrets, environment.json with `further`, and inputs.json."""
-        # Paths of bundled files become `${asset:NAME}`, so that the folder can be used elsewhere.
-        portable = with_references(redact(config))
-        write_atomic(self.config, yaml.safe_dump(portable, sort_keys=False).encode())
+        """Writes config.yaml, environment.json with `further`, and inputs.json."""
+        self.write_settings(config)
         write_inputs(self.inputs, inputs)
         # `python -m` gives the path of a file of this package; a script of the user's has its name.
         program = Path(sys.argv[0])
@@ -133,6 +131,12 @@ class RunFolder:
         if (commit := _commit()) is not None:
             environment["git"] = commit
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
+
+    def write_settings(self, config: Mapping[str, Any]) -> None:
+        """Writes config.yaml without secrets."""
+        # Paths of bundled files become `${asset:NAME}`, so that the folder can be used elsewhere.
+        portable = with_references(redact(config))
+        write_atomic(self.config, yaml.safe_dump(portable, sort_keys=False).encode())
 
     def check_same_run(
         self,

@@ -191,7 +191,9 @@ class RolloutConfig:
         this machine. A run that goes on keeps the one it began with.
     quantization: of the frozen weights of the blocks, where the engine offers it: int8, int4, fp8,
         or int8_dynamic (inputs of layers, too).
-    compile: torch.compile for the blocks, where the engine offers it.
+    compile: torch.compile for the blocks, where the engine offers it; auto: if a compiler is there
+        and the steps to come repay it, timed before the first step. A run that goes on keeps what
+        it began with. torch keeps compiled code in TORCHINDUCTOR_CACHE_DIR.
     redraw: draw the actor.train_n samples of a prompt that are trained on again, in the trainer's
         precision and with all blocks, from the same noise, and score them again; the rollout only
         chooses them.
@@ -220,7 +222,7 @@ class RolloutConfig:
     n: int = 24
     dtype: str = "bf16"
     quantization: str | None = None
-    compile: bool = False
+    compile: bool | str = False
     redraw: bool = False
     merge_lora: bool | str | None = False
     staleness: int = 0
@@ -324,6 +326,8 @@ class RolloutConfig:
                 f"rollout.dtype={self.dtype} is a quantization: set rollout.quantization="
                 f"{self.dtype}, on top of rollout.dtype, which may be {', '.join(ALLOWED['dtype'])}"
             )
+        if self.compile not in (True, False, AUTO):
+            raise ValueError(f"rollout.compile={self.compile}: give true, false or {AUTO}")
         for key, allowed in ALLOWED.items():
             check_choice(f"rollout.{key}", attrgetter(key)(self), allowed)
         if self.merge_lora not in (None, True, False, ROUNDED):

@@ -14,7 +14,7 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.block_cache import BlockCache
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.compiling import INDUCTOR
+from flowgrpo_rc.rollout.compiling import inductor_or_eager
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 from flowgrpo_rc.rollout.image_chunk import image_chunk
 from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
@@ -44,7 +44,7 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
         merge_lora: bool | str = False,
         cached_blocks: tuple[int, ...] = (),
     ) -> None:
-        backend = INDUCTOR if compile else None
+        backend = inductor_or_eager if compile else None
         self._replica = Replica(network, dtype, quantization, backend, merge_lora)
         self.transformer = self._replica.network
         self._cached_blocks = cached_blocks

@@ -6,22 +6,28 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 from support.compositions import config_of
 
+from flowgrpo_rc.batch import PromptBatch
+from flowgrpo_rc.build import make_processes
 from flowgrpo_rc.commands.opening import check_same_rewards
 from flowgrpo_rc.config import settle
+from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.config.settle import settled
+from flowgrpo_rc.config.settle import settle_compile, settled
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.rewards import ocr
+from flowgrpo_rc.rollout import compiling
 from flowgrpo_rc.rollout import devices as module
+from flowgrpo_rc.rollout.engine import ImageRequest
 
 RC = "algorithm.rollout_correction"
 ALIGNED = """actor.replay=aligned actor.steps_per_forward=1 actor.train_n=null
@@ -192,3 +198,78 @@ def test_a_run_that_goes_on_keeps_its_weights_merged_or_not(tmp_path: Path, kept
 )
 def test_a_clip_follows_the_mismatch_only_where_there_is_one(overrides, clip):
     assert config_of(*overrides).with_fixed_clip().actor.diffusion_loss.clip_ratio == clip
+
+
+# --- Compiled blocks
+
+
+@pytest.mark.parametrize(
+    ("chunks", "warm", "compiled_s", "decided", "tried"),
+    [
+        (100, False, 0.5, False, 1),  # a fifth of 100 s is likely to be saved: less than 30 s
+        (200, False, 0.5, True, 2),
+        (200, False, 1.5, False, 2),
+        (20, True, 0.5, False, 1),
+        (30, True, 0.5, True, 2),
+    ],
+)
+def test_blocks_are_compiled_if_the_steps_to_come_repay_it(
+    tmp_path, monkeypatch, chunks, warm, compiled_s, decided, tried
+):
+    clock, closed = [0.0], []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling.time, "perf_counter", lambda: clock[0])
+    if warm:
+        (tmp_path / "fxgraph").mkdir()
+
+    class Timed:
+        """An engine whose chunks move the clock, the first compiled one by half a minute more."""
+
+        def __init__(self, compiled: bool) -> None:
+            self.seconds = [30.0, compiled_s, compiled_s] if compiled else [2.0, 1.0, 1.0]
+
+        def generate(self, chunk: object) -> list[Any]:
+            clock[0] += self.seconds.pop(0)
+            return []
+
+        def close(self) -> None:
+            closed.append(self)
+
+    assert compiling.repays(Timed, None, chunks)[0] is decided
+    assert len(closed) == tried
+
+
+@pytest.mark.parametrize("further", [(), ("rollout.name=vllm_omni",)])
+def test_the_choice_to_compile_is_told_and_written_down(tmp_path, monkeypatch, further):
+    config = config_of("rollout.compile=auto", "rollout.micro_batch_size_per_gpu=40", *further)
+    sampler, told, tried = prompts_of(config)[0], [], []
+
+    def request(prompts: PromptBatch, seeds: range) -> ImageRequest:
+        window = torch.zeros(len(seeds), 1)
+        spec = config.rollout.spec()
+        n = config.rollout.n
+        return ImageRequest(
+            prompts=prompts, samples_per_prompt=n, spec=spec, window=window, seeds=seeds
+        )
+
+    def repays(engine: object, chunk: ImageRequest, num_chunks: int) -> tuple[bool, str]:
+        tried.append((chunk.rows(), chunk.decode, num_chunks))
+        return True, "faster"
+
+    monkeypatch.setattr(settle, "repays", repays)
+    monkeypatch.setattr(settle, "missing_for_compiling", lambda device: [])
+    given = SimpleNamespace(request=request), sampler, pytest.fail, make_processes(config)
+    log = SimpleNamespace(console=SimpleNamespace(message=told.append))
+    found = settle_compile(config, *given, RunFolder(tmp_path), log, 11)
+    assert tried == ([] if further else [(range(40), False, 3 * 180)])
+    why = "false (it needs an engine that offers it)" if further else "true (faster)"
+    assert told == [f"note: rollout.compile=auto: {why}"]
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert written["rollout"]["compile"] is found.rollout.compile is (not further)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_that_goes_on_keeps_its_blocks_compiled_or_not(tmp_path: Path, kept: bool):
+    output = begun(tmp_path, f"rollout.compile={kept}")
+    assert settled(config_of(output, "rollout.compile=auto")).rollout.compile is kept
+    assert settled(config_of("rollout.compile=auto")).rollout.compile == "auto"

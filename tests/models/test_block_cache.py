@@ -217,7 +217,7 @@ def test_what_cannot_be_skipped_is_refused(saved) -> None:
 def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject, monkeypatch):
     """Shared states, the last chunk, cached steps and a new LoRA need no further code."""
     counter = CompileCounter()
-    monkeypatch.setattr(diffusers_engine, "INDUCTOR", counter)
+    monkeypatch.setattr(diffusers_engine, "inductor_or_eager", counter)
     model = deepened(subject)
     cached = {"cached_steps": (1, 3), "cached_blocks": COMPUTED, "shared_prefix": True}
     request = request_for(subject, "guided", **cached)
