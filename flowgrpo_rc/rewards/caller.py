@@ -30,7 +30,7 @@ class Caller:
 
     Python cannot end a thread. A call that was given up goes on in it, and until it returns every
     further one fails at once. It is a daemon thread, for which the process does not wait at its
-    end: `close` does. If it were still to call or free a library in C++ then, the process would
+    end: `close` does. If it were still to call or free a library in C++ then, the process could
     abort.
 
     `timeout_s` is None for no limit; `name` is that of the thread.
