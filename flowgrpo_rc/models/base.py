@@ -441,7 +441,7 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
         device,
         offload_idle=bool(config.offload_idle),
         offload_encoders=config.prompt_cache is not None and device.type != "cpu",
-        decode_batch_size=config.decode_batch_size,
+        decode_batch_size=config.decoded_at_once(),
     )
 
 

@@ -71,7 +71,7 @@ def rows_at_once(config: Config) -> int:
 def samples_at_once(config: Config) -> Mapping[str, int]:
     """Returns how many samples are at work at once in each phase; `shown` decodes held-out ones."""
     chunk, held_out = chunk_size(config), config.rollout.val_kwargs.batch_size
-    most = config.model.decode_batch_size
+    most = config.model.decoded_at_once()
     return {
         "update": config.actor.ppo_micro_batch_size_per_gpu,
         "rollout": chunk,

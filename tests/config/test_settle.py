@@ -125,6 +125,16 @@ def test_machines_that_settle_different_engines_are_told():
         check("openvino", "onnxruntime")
 
 
+@pytest.mark.parametrize(("side", "count"), [(64, 8), (128, 2), (512, 1)])
+def test_a_cpu_decodes_as_many_pictures_as_stay_in_its_cache(tmp_path: Path, side: int, count: int):
+    size = [f"rollout.pipeline.{name}={side}" for name in ("height", "width")]
+    auto = "model.decode_batch_size=auto"
+    found = [settled(config_of(auto, *size), torch.device(name)) for name in ("cpu", "cuda")]
+    assert [config.model.decode_batch_size for config in found] == [count, None]
+    output = begun(tmp_path, "model.decode_batch_size=5")
+    assert settled(config_of(output, auto, *size)).model.decode_batch_size == 5
+
+
 def centered(*overrides: str) -> bool | None:
     return settled(config_of(*overrides)).algorithm.rollout_correction.centered
 
