@@ -85,7 +85,9 @@ def read_dump(path: Path) -> Dump:
             settings = _checked({NAMES.get(name, name): told[name] for name in told})
             dumps.append(_read(_Tensors(handle, len(files)), settings, number))
             kinds = [[one.settings[name] for name in NEEDED] for one in (dumps[0], dumps[-1])]
-            alike = kinds[0] == kinds[1] and torch.equal(dumps[0].sigmas, dumps[-1].sigmas)
+            alike = kinds[0] == kinds[1] and torch.equal(
+                *(one.sigmas.nan_to_num() for one in (dumps[0], dumps[-1]))
+            )
             if not alike or dumps[0].start.shape[1:] != dumps[-1].start.shape[1:]:
                 raise ValueError("its steps, sigmas or settings are not those of the first file")
     joined: dict[str, Any] = {"prompts": [text for dump in dumps for text in dump.prompts]}
@@ -168,9 +170,16 @@ def _read(file: _Tensors, settings: dict[str, Any], number: int) -> Dump:
     texts = json.loads(texts) if isinstance(texts, str) else texts
     if len(texts) not in (0, rows):
         raise ValueError(f"prompts holds {len(texts)} texts: give one for each of {rows} samples")
-    sigmas = read("sigmas").double()
-    if sigmas.ndim > 1 or not (sigmas.diff() < 0).all() or not 0 <= sigmas[-1] < sigmas[0] <= 1:
-        raise ValueError("sigmas must be a list that falls from at most 1 to at least 0")
+    if "sigmas" not in names and "timesteps" in found:
+        levels = found["timesteps"].unique().flip(0)
+        found["place"] = (found["timesteps"].unsqueeze(2) == levels).long().argmax(2)
+        # Where the last step ends is not known.
+        sigmas = torch.cat([levels / 1000, levels.new_tensor([math.nan])])
+    else:
+        sigmas = read("sigmas").double()
+        falls = sigmas.ndim == 1 and (sigmas.diff() < 0).all()
+        if not falls or not 0 <= sigmas[-1] < sigmas[0] <= 1:
+            raise ValueError("sigmas must be a list that falls from at most 1 to at least 0")
     place = found.pop("place", torch.arange(steps).expand(samples, steps)).long()
     if not 0 <= int(place.min()) <= int(place.max()) < len(sigmas) - 1:
         raise ValueError(f"{len(sigmas)} sigmas do not hold all steps: dump step_indices")

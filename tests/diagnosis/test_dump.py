@@ -71,6 +71,21 @@ def test_the_names_of_a_trainer_are_known(trainer: str, tmp_path: Path) -> None:
     assert examine(found) == []
 
 
+@pytest.mark.parametrize(("of_sum", "causes"), [(False, []), (True, ["convention"])])
+def test_timesteps_say_the_schedule_but_for_its_end(
+    of_sum: bool, causes: list[str], tmp_path: Path
+) -> None:
+    tensors, _ = make_tensors(Made(seed=2))
+    sigmas = tensors.pop("sigmas").double()
+    if of_sum:
+        tensors["rollout_log_probs"] *= tensors["latents"][0, 0].numel()
+    found = read(tmp_path, tensors)
+    walked = sigmas[: tensors["timesteps"].shape[-1]]
+    torch.testing.assert_close(found.sigmas[:-1], walked, rtol=1e-6, atol=1e-7)
+    assert found.sigmas[-1].isnan()
+    assert [cause for cause, _ in examine(found)][:1] == causes
+
+
 def test_a_window_of_the_schedule_is_read(tmp_path: Path) -> None:
     tensors, _ = make_tensors(Made(seed=2, steps=10))
     for name in ("rollout_log_probs", "old_log_probs", "new_log_probs", "timesteps", "means"):
@@ -127,7 +142,7 @@ def without(name: str) -> dict[str, object]:
 BAD = [
     (without("latents"), "no tensor 'latents', but advantages, group"),
     (without("rollout_log_probs"), "no tensor 'rollout_log_probs'"),
-    (without("sigmas"), "no tensor 'sigmas'"),
+    (without("sigmas") | without("timesteps"), "no tensor 'sigmas'"),
     ({"latents": torch.zeros(18, 7, 4)}, "do not fit 7 steps of latents"),
     ({"latents": torch.zeros(5, 8, 4)}, "do not fit: give latents"),
     ({"means": torch.zeros(18, 7, 5)}, "do not fit 7 steps"),
