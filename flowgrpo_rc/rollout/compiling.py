@@ -25,10 +25,12 @@ _failed: list[str] = []  # the kinds of errors that inductor ended with
 
 def inductor_or_eager(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     """Compiles a graph with torch's inductor; one that it cannot compile runs as it is."""
-    from torch._dynamo import lookup_backend  # it takes a second to import
+    from torch._dynamo import exc, lookup_backend  # it takes a second to import
 
     try:
         return lookup_backend("inductor")(graph, inputs)
+    except (exc.RestartAnalysis, exc.SkipFrame):  # inductor asks for another graph
+        raise
     except Exception as error:
         if not _failed:
             first_line = str(error).partition("\n")[0]

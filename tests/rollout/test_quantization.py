@@ -148,8 +148,10 @@ def test_a_layer_that_int4_cannot_take() -> None:
 
 
 class Block(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(super().forward(x))
+    """A block with a number that becomes part of its code, for which inductor asks for another."""
+
+    def forward(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        return nn.functional.layer_norm(torch.tanh(super().forward(x)), (4,), eps=eps)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it loads inductor
@@ -167,9 +169,9 @@ def test_what_does_not_compile_runs_without_it(fails: bool, monkeypatch, caplog)
     blocks, failed = nn.ModuleList([Block(4, 4)]), []
     monkeypatch.setattr(compiling, "_failed", failed)
     inputs = [torch.ones(rows, 4) for rows in (1, 3)]
-    plain = [blocks[0](x) for x in inputs]
+    plain = [blocks[0](x, 0.1) for x in inputs]
     compile_blocks(nn.Sequential(blocks), inductor_or_eager)
-    torch.testing.assert_close([blocks[0](x) for x in inputs], plain)
+    torch.testing.assert_close([blocks[0](x, 0.1) for x in inputs], plain)
     assert set(failed) == ({"RuntimeError"} if fails else set())
     note = "rollout.compile: a block runs without it (no space left)"
     assert [text for text in caplog.messages if text.startswith("rollout.")] == [note] * fails
