@@ -32,6 +32,7 @@ from flowgrpo_rc.distributed.numerics import convolving_in_tf32
 from flowgrpo_rc.libraries import unasked
 from flowgrpo_rc.models.components import component_class
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
+from flowgrpo_rc.models.cpu_kernels import use_cpu_kernels
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable, keep_layers_on_host
@@ -436,6 +437,8 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
             keep_layers_on_host(network, device)
         if config.onednn and device.type == "cpu":
             use_onednn(network)
+        if device.type == "cpu":
+            use_cpu_kernels(network)
     return adapter(
         pipeline,
         device,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import diffusers
 import numpy as np
@@ -28,6 +28,7 @@ from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch,
 from flowgrpo_rc.config.names import config_folder
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.exports.lora import export_lora
+from flowgrpo_rc.models import cpu_kernels
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline, load_model
 from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
@@ -205,6 +206,23 @@ def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance:
     assert torch.equal(with_gradient.detach(), batch.rollout_log_probs)
     together = FlowPolicy(model, network, steps_per_forward=None).log_probs(batch, 4)
     torch.testing.assert_close(together, batch.rollout_log_probs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.kernels
+def test_bf16_replay_on_a_cpu_has_its_kernels_and_is_bitwise_exact(
+    any_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Mock(side_effect=torch.baddbmm)
+    monkeypatch.setattr(torch, "baddbmm", taken)
+    model = any_subject.load("bf16")
+    network = trained_lora(model)
+    spec = any_subject.tiny.spec("sde", any_subject.tiny.unguided, dtype="bf16")
+    batch, _ = roll(model, network, any_subject.tiny, spec)
+    assert taken.called == (cpu_kernels._HAS_BF16 and not model.masks_text)
+    assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))
+    policy = FlowPolicy(model, network)
+    with_gradient = torch.cat([policy.evaluate(batch.step(t)).log_probs for t in range(3)], 1)
+    assert torch.equal(with_gradient.detach(), batch.rollout_log_probs)
 
 
 @pytest.mark.kernels

@@ -40,6 +40,8 @@ def restored(network: Any) -> Any:
         if isinstance(child, RestoredLinear):
             layer = nn.Linear(child.in_features, child.out_features)
             layer.weight, layer.bias = nn.Parameter(child.weight, requires_grad=False), child.bias
+            for hook in child._forward_pre_hooks.values():  # of the kernels for a CPU
+                layer.register_forward_pre_hook(hook)
             found.set_submodule(name, layer)
     return found[0]
 

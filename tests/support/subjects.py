@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline
 from support.tiny_models import TINY, VARIANTS, Tiny
 
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapter_of, load_model
+from flowgrpo_rc.models.cpu_kernels import use_cpu_kernels
 
 
 def with_own_network(model: FlowModel) -> FlowModel:
@@ -43,6 +44,7 @@ class Subject(NamedTuple):
         # As `load` has it: products of matrices differ in their last bits by where these lie.
         for name in self.adapter.networks:
             setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))
+            use_cpu_kernels(getattr(pipeline, name))
         return pipeline
 
 
