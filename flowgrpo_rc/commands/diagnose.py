@@ -11,7 +11,7 @@ from flowgrpo_rc import diagnosis
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.diagnosis.checks import examine
-from flowgrpo_rc.diagnosis.dump import Dump, read_dump
+from flowgrpo_rc.diagnosis.dump import TABLES, Dump, read_dump
 from flowgrpo_rc.diagnosis.formulas import declared
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.report.charts import Chart, Series
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     trainer = str(dump.settings["trainer"])
     causes = [(*found, remedy(found[0], trainer)) for found in examine(dump, evaluate)]
     optional = ("means", "old", "new", "advantages", "group")
-    lacking = [name for name in optional if getattr(dump, name) is None]
+    lacking = [TABLES.get(name, name) for name in optional if getattr(dump, name) is None]
     outcome = f"Most probable cause: {causes[0][0]}" if causes else "No fault found"
     samples, without = len(dump.rollout), ", ".join(lacking) or "-"
     subject = f"{samples} samples, trainer {trainer}, lacking: {without}"

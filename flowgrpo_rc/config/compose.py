@@ -339,6 +339,12 @@ def _first_cause(error: BaseException) -> str:
         key = keys[0] if keys else None
     else:
         text = " ".join([text, *(line for line in lines[1:] if line.startswith("To append"))])
+    # Of several types: OmegaConf names them, and not the words that are allowed.
+    text = re.sub(
+        r"is incompatible with type hint .*Union.*",
+        "is not one of its values, which docs/configuration.md lists",
+        text,
+    )
     if text.endswith("is not Optional"):
         return f"{key}=null: give a value, or drop it; this key has no null"
     if text.endswith("is not a ListConfig, list or tuple."):

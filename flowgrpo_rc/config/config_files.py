@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -194,9 +194,11 @@ def check_keys(values: Mapping[str, Any], groups: Collection[str] = ()) -> None:
         below = [name for name in known if name.startswith(f"{key}.")]
         if below and not isinstance(value, Mapping):
             raise ValueError(f"{key}={value!r}: a section of keys, such as {min(below)}")
-        is_flag = isinstance(OmegaConf.select(typed_tree(), key), bool)
-        if is_flag and type(value) is int and value not in (0, 1):
-            raise ValueError(f"{key}={value}: give true or false")
+        if type(value) is int and isinstance(OmegaConf.select(typed_tree(), key), bool):
+            section, _, name = key.rpartition(".")
+            hints = get_type_hints(OmegaConf.get_type(typed_tree(), section))
+            if value not in (0, 1) and str not in get_args(hints[name]):
+                raise ValueError(f"{key}={value}: give true or false")
 
 
 def no_file(name: str, names: Iterable[str], folders: Iterable[Path]) -> str:

@@ -85,7 +85,9 @@ class Plan:
         total = ("sum", whole, "without rewards, which are not counted")
         rows = []
         for name, size, formula in [*parts, total, held_out]:
-            share = f"{size / whole:4.0%} {size / self.tflops / 1e12:9.2g} s"
+            seconds = size / self.tflops / 1e12
+            time = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
+            share = f"{size / whole:4.0%} {time:>9} s"
             shown = f"{size / 1e12:,.0f}" if size > 1e15 else f"{size / 1e12:.3g}"
             rows.append((name, f"{shown} TFLOP", f"{share}  {formula}"))
         return rows
