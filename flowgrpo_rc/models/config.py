@@ -47,7 +47,7 @@ class ModelConfig:
         more memory for a sample than anything else; null: all of a chunk. auto: on a CPU as many
         as stay in its cache, on a card all. A run that goes on keeps the number it began with.
     onednn: let oneDNN compute the frozen fp32 layers on a CPU, where `doctor` finds torch's own
-        library slower, as on AMD's; it rounds in fp32, too, but to other bits.
+        library slower, as on AMD's; its error is that of fp32, too, but its bits are others.
     chat_template_kwargs: options of a language model's chat template, such as enable_thinking; a
         template of your own is its chat_template.
     """

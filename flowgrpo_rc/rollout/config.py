@@ -199,8 +199,8 @@ class RolloutConfig:
         chooses them.
     merge_lora: add the LoRA to the sampling weights, where the engine offers it: faster forwards,
         and weights that are rounded once more; null: if that is possible, costs no precision
-        (model.dtype is not bf16) and actor.replay is not aligned. `rounded`: apart, but in `dtype`
-        where model.dtype is the same, beside which the LoRA stays fp32 otherwise.
+        (model.dtype is not bf16) and actor.replay is not aligned. `rounded`: it stays apart
+        and is in `dtype`, too, where it would be fp32 since training shares its bf16 weights.
     staleness: sample up to this many steps ahead of training, with weights that are as many steps
         older.
     micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
