@@ -60,8 +60,10 @@ MODES = {
         "rollout.val_kwargs.width=48",
     ),
     # What is shared by the processes, or follows from means that the rollout keeps; with a
-    # mismatch, which sharded weights would change: they cannot be merged.
+    # mismatch, which sharded weights would change: they cannot be merged. oneDNN samples.
     "window": (
+        "model.onednn=true",
+        "model.decode_batch_size=auto",
         "rollout.dtype=fp32",
         "rollout.merge_lora=false",
         f"{RC}.bypass_mode=true",
@@ -87,8 +89,11 @@ MODES = {
         "rollout.algo.noise_level=0.3",
         f"{RC}.bypass_mode=true",
     ),
-    # Groups that are dropped on one process, and further prompts for it alone.
+    # Groups that are dropped on one process, and further prompts for it alone; samples in bf16.
     "filtered": (
+        "rollout.dtype=bf16",
+        "rollout.merge_lora=rounded",
+        "rollout.micro_batch_size_per_gpu=2",
         f"{RC}.bypass_mode=true",
         "algorithm.filter_groups.enable=true",
         "reward.terms.jpeg=null",

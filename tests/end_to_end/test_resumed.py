@@ -90,6 +90,10 @@ EDITING = (
     "trainer.test_freq=-1",
     "trainer.total_training_steps=2",
     "trainer.logger=[]",
+    "model.onednn=true",
+    "model.decode_batch_size=auto",
+    "rollout.merge_lora=rounded",
+    "reward.terms.ocr={engine: onnxruntime}",
 )
 
 
@@ -102,3 +106,4 @@ def test_editing_also_on_saved_samples(tmp_path: Path) -> None:
     assert train(f"data.replay_dir={saved}", f"trainer.output_dir={replayed}") == 0
     assert final_state(replayed)[0] == final_state(saved)[0]
     assert all(row["actor/grad_norm"] > 0 for row in read_rows(saved))
+    assert all(row["reward/ocr"] > 0 for row in read_rows(saved))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import NFT, Train, read_rows
+from support.runs import NFT, Train, final_state, read_rows
 from torch import Tensor
 
 from flowgrpo_rc import assets
@@ -90,7 +90,8 @@ def test_a_saved_rollout_holds_all_samples_and_replays(
         save(path, rollout)
 
     monkeypatch.setattr(journal, "save_rollout", noted)
-    settings = (*SOME, *BYPASS, "trainer.total_training_steps=1")
+    rounded = ("model.dtype=bf16", "rollout.merge_lora=rounded")
+    settings = (*SOME, *BYPASS, *rounded, "trainer.total_training_steps=1")
     live, replayed = (f"trainer.output_dir={tmp_path / name}" for name in ("live", "replayed"))
     assert train(*settings, live, "trainer.save_rollouts=true") == 0
     rows = read_rows(tmp_path / "live")
@@ -99,6 +100,7 @@ def test_a_saved_rollout_holds_all_samples_and_replays(
     again = read_rows(tmp_path / "replayed")
     for name in ("advantages/trained_fraction", "actor/pg_loss", "actor/grad_norm"):
         assert again[1][name] == rows[1][name]
+    assert final_state(tmp_path / "replayed")[0] == final_state(tmp_path / "live")[0]
 
 
 def test_text_is_trained_on_the_same_way(train_text: Train, seen: Any) -> None:
