@@ -29,9 +29,10 @@ def device_of(config: Config) -> torch.device:
 
 def check_planned(processes: int, nodes: int, tflops: float) -> None:
     """Raises ValueError for machines that no plan can be made for."""
-    if processes < 1:
-        raise ValueError(f"--processes {processes}: give at least 1")
-    if nodes < 1 or processes % nodes:
+    for option, number in (("--nodes", nodes), ("--processes", processes)):
+        if number < 1:
+            raise ValueError(f"{option} {number}: give at least 1")
+    if processes % nodes:
         raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
     if not 0 < tflops < math.inf:
         raise ValueError(f"--tflops {tflops}: give the rate of a card, above 0, such as 400")

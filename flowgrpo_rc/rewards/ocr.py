@@ -163,8 +163,8 @@ class OCR(Reward):
             raise ValueError(f"the OCR engine rapidocr cannot start: {error}. {remedy}") from error
         if self.engine == "openvino" and find_spec("openvino") is None:
             raise ValueError(
-                f"engine=openvino: it is not installed: {install_hint('openvino')}, or set "
-                "engine=onnxruntime"
+                f"engine=openvino: it is not installed: {install_hint('openvino')}, or begin a "
+                "run with engine=onnxruntime"
             )
 
     def check_prompt(self, prompt: Prompt) -> None:

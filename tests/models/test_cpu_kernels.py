@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -101,3 +102,15 @@ def test_a_layer_with_its_gelu_is_as_exact_as_torchs() -> None:
         assert ours < 1.2 * theirs + 1e-7
     with torch.no_grad():
         assert torch.equal(own(x), found[0])
+
+
+def test_the_layer_behind_attention_gets_its_tokens_without_gaps() -> None:
+    """Or torch would copy the weight once for each sample."""
+    layer, seen = Attention(query_dim=16, heads=2, dim_head=8), []
+    use_cpu_kernels(nn.Sequential(layer))
+    behind = layer.to_out[0]
+    behind.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    part = drawn(2, 6, 16, dtype=torch.float32)[:, :4]
+    behind(part)
+    assert seen[0].is_contiguous() and not part.is_contiguous()
+    assert torch.equal(seen[0], part)

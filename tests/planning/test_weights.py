@@ -302,6 +302,7 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
         (["--config-name", "token_grpo"], "model.kind=causal_lm"),
         (["--processes", "3"], "3 processes"),
         (["--processes", "0"], "--processes 0: give at least 1"),
+        (["--nodes", "0"], "--nodes 0: give at least 1"),
         (["--tflops", "0"], "--tflops 0.0: give the rate of a card, above 0, such as 400"),
         (["model.offload_idle=layers", "rollout.dtype=bf16"], "set rollout.name=diffusers,"),
         (["--fit", "-1"], "--fit -1: give the GiB of a card, above 0, such as 24 or 24GB"),
