@@ -102,6 +102,8 @@ def test_a_layer_with_its_gelu_is_as_exact_as_torchs() -> None:
         assert ours < 1.2 * theirs + 1e-7
     with torch.no_grad():
         assert torch.equal(own(x), found[0])
+    weight = own.proj.weight.requires_grad_()
+    torch.autograd.grad(own(x).sum(), weight)  # a layer that trains is torch's
 
 
 def test_the_layer_behind_attention_gets_its_tokens_without_gaps() -> None:
@@ -112,5 +114,6 @@ def test_the_layer_behind_attention_gets_its_tokens_without_gaps() -> None:
     behind.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     part = drawn(2, 6, 16, dtype=torch.float32)[:, :4]
     behind(part)
-    assert seen[0].is_contiguous() and not part.is_contiguous()
+    assert seen[0].is_contiguous()
+    assert not part.is_contiguous()
     assert torch.equal(seen[0], part)
