@@ -1,14 +1,18 @@
-"""Runs that go on end with the same bits: fast rollouts, DiffusionNFT, editing."""
+"""Runs that go on end with the same bits: fast rollouts, DiffusionNFT, editing, compiled blocks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from support.runs import NFT, Train, Trained, final_state, read_rows, stopped_and_whole
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.config import settle
+from flowgrpo_rc.config.check_engine import missing_for_compiling
+from flowgrpo_rc.rollout import compiling
 
 RC = "algorithm.rollout_correction"
 # Rollouts of fewer evaluations, from shared noise, with a merged LoRA.
@@ -52,6 +56,20 @@ CASES = {
 def test_fast_rollouts(train: Train, tmp_path: Path, name: str) -> None:
     run = stopped_and_whole(train, tmp_path, *FAST, *CASES[name])
     assert read_rows(run)[-1]["reward/failed_fraction"] == 0
+
+
+@pytest.mark.skipif(bool(missing_for_compiling(torch.device("cpu"))), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it loads inductor
+def test_compiled_rollouts(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing decides in a new run alone; one that goes on keeps that."""
+    failed: list[str] = []
+    answers = [(True, "as timed")] * 2
+    monkeypatch.setattr(compiling, "_failed", failed)
+    monkeypatch.setattr(settle, "repays", lambda *_: answers.pop())
+    few = ("trainer.val_before_train=false", "trainer.test_freq=-1", "rollout.dtype=bf16")
+    stopped_and_whole(train, tmp_path, *BYPASS, *few, "rollout.compile=auto")
+    assert not answers
+    assert not failed
 
 
 def test_diffusion_nft_with_its_report_card_and_evaluation(
