@@ -60,7 +60,8 @@ def check_formulas(dump: Dump, ours: Formula, theirs: Formula, squares: Tensor |
     sides = {"the rollout": ours, "the training graph": theirs}
     if ours.words == theirs.words:
         # Without its normaliser on both sides, a log-prob has the same ratios.
-        sides = {"both sides": ours} if ours.form != PLAIN else {}
+        both = "the rollout" if dump.old is None else "both sides"
+        sides = {both: ours} if ours.form != PLAIN else {}
     elif not ours.cause and not theirs.cause:
         sides = {"the rollout alone": ours._replace(cause="convention")}
     wanted = declared(dump)[0].values(dump, squares)[0].nanmean()

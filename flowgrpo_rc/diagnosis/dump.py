@@ -100,12 +100,16 @@ def read_dump(path: Path) -> Dump:
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings with numbers as numbers."""
     for name in {"noise_level", "clip_ratio", "guidance_scale"} & settings.keys():
-        settings[name] = float(settings[name])
+        with blaming(name):
+            settings[name] = float(settings[name])
         if not 0 < settings[name] < math.inf:
             raise ValueError(f"{name}={settings[name]:g} must be above 0")
     if not {*NEEDED} <= settings.keys() or settings["sde_type"] not in KINDS:
         kinds = f"{' and '.join(NEEDED)} ({', '.join(KINDS)})"
-        raise ValueError(f"it needs {kinds}, in its metadata or in a JSON of the same name")
+        given = {name: settings[name] for name in NEEDED if name in settings} or "neither"
+        raise ValueError(
+            f"it needs {kinds}, in its metadata or in a JSON of the same name, and has {given}"
+        )
     return settings
 
 
