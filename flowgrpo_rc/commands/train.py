@@ -89,8 +89,7 @@ def run(
         with processes.noticing_losses():
             if config.rollout.dtype == AUTO and inputs.resumed is None:
                 found = _agreed(found, processes, console)
-            if found.reward != config.reward:
-                check_same_rewards(found, config, processes)
+            check_same_rewards(found, config, processes)
             if not found.knows_no_log_probs():
                 parts = ratio(asdict(found), asdict(config))
                 console.message(

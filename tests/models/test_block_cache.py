@@ -220,10 +220,16 @@ def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject, monk
     monkeypatch.setattr(diffusers_engine, "inductor_or_eager", counter)
     model = deepened(subject)
     cached = {"cached_steps": (1, 3), "cached_blocks": COMPUTED, "shared_prefix": True}
-    request = request_for(subject, "guided", **cached)
-    more = dataclasses.replace(
-        request, samples_per_prompt=4, window=request.window[:1].expand(8, 2), seeds=[*range(8)]
-    )
+    given = request_for(subject, "guided", **cached)
+    requests = [
+        dataclasses.replace(
+            given,
+            samples_per_prompt=samples,
+            window=given.window[:1].expand(2 * samples, 2),
+            seeds=[*range(2 * samples)],
+        )
+        for samples in (3, 4)
+    ]
     lora = {name: p + 0.01 for name, p in lora_parameters(model.network).items()}
     found = []
     for compiles in (False, True):
@@ -231,16 +237,16 @@ def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject, monk
             model,
             model.network,
             dtype="fp32",
-            chunk_size=3,
+            chunk_size=5,
             compile=compiles,
             merge_lora=True,
             cached_blocks=COMPUTED,
         )
-        first = list(engine.generate(request))
+        first = list(engine.generate(requests[0]))
         graphs = counter.frame_count
         engine.sync_weights(lora, 1)
-        found.append([*first, *engine.generate(more)])
+        found.append([*first, *engine.generate(requests[1])])
     assert counter.frame_count == graphs >= 1
-    assert [len(chunk.prompts) for chunk in found[1]] == [3, 1, 3, 3, 2]
+    assert [len(chunk.prompts) for chunk in found[1]] == [5, 1, 5, 3]
     for plain, compiled in zip(*found, strict=True):
         torch.testing.assert_close(plain.latents, compiled.latents, rtol=1e-5, atol=1e-5)
