@@ -431,12 +431,15 @@ class HiddenPlainWeights(PlainWeights):
         return None
 
 
-class PlainWeightsOfOtherKernels(Autocast, HiddenPlainWeights):
-    """Products are those of bf16 autocast, one sample at a time."""
+class PlainWeightsOfOtherKernels(HiddenPlainWeights):
+    """One sample at a time, with torch's own attention."""
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
-        super().__init__(model, network, **options | {"dtype": "fp32", "chunk_size": 1})
-        self._replica.precision = precision(options["dtype"], options["quantization"])
+        super().__init__(model, network, **options | {"chunk_size": 1})
+        for module in self.transformer.modules():
+            if hasattr(module, "processor"):
+                kind = type(module.processor)
+                module.processor.__class__ = kind.__base__
 
 
 class CoarseTextWeights(TransformersEngine):
