@@ -28,8 +28,11 @@ ROWS = 8  # of a forward
 
 def check_model(dump: Dump, formula: Formula, config: Config) -> list[tuple[str, str]]:
     """Explains why the rollout's log-probs are not those of the model of some settings, if so."""
-    if config.model.kind != "diffusion" or len(dump.prompts) < len(dump.start):
-        needed = "model.kind=diffusion, and 'prompts' in the dump, a text of each sample"
+    told = len(dump.prompts) == len(dump.start) and not dump.sigmas.isnan().any()
+    if config.model.kind != "diffusion" or not told:
+        needed = (
+            "model.kind=diffusion, and in the dump 'sigmas' and 'prompts', a text of each sample"
+        )
         raise ValueError(f"--model needs {needed}: without them no step can be evaluated")
     check_plan(config, 1)
     config = settled(config)
@@ -54,14 +57,17 @@ def check_model(dump: Dump, formula: Formula, config: Config) -> list[tuple[str,
 
 def record(dump: Dump, formula: Formula, model: FlowModel, config: Config) -> RecordedRollout:
     """Returns some of the steps, each as a sample of its own, as an engine would record them."""
+    spec = config.rollout.spec()
+    walked = model.walked_schedule(spec).sigmas.double().cpu()
+    if walked.shape != dump.sigmas.shape or not torch.allclose(walked, dump.sigmas, atol=1e-5):
+        # A whole schedule of as many steps, and none that the settings have shortened.
+        spec = replace(spec, num_inference_steps=len(dump.sigmas) - 1, tail_start=None)
     spec = replace(
-        config.rollout.spec(),
-        num_inference_steps=len(dump.sigmas) - 1,
+        spec,
         sde_type=dump.settings["sde_type"],
         noise_level=dump.settings["noise_level"],
         log_prob_convention="gaussian",
         shared_prefix=False,
-        tail_start=None,
     )
     shape = model.latent_shape(spec)
     if tuple(dump.shape) != shape:

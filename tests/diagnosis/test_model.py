@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.dumps import Made, write_dump
+from support.dumps import Made, make_tensors
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.build import engine_alone
@@ -27,7 +27,13 @@ SETTINGS = [
 TEXTS = [" Bold  WORD", "the word Lake", "a Sign", "MIXED case"]
 
 
-def write(folder: Path, *changes: str, shift: float | None = None, lower: bool = False) -> Path:
+def write(
+    folder: Path,
+    *changes: str,
+    shift: float | None = None,
+    lower: bool = False,
+    shortened: bool = False,
+) -> Path:
     """Samples with the bundled model, and dumps what a foreign trainer would."""
     config = to_config(compose_config([*SETTINGS, *changes]))
     engine: Any = engine_alone(config, Path.cwd())
@@ -35,7 +41,8 @@ def write(folder: Path, *changes: str, shift: float | None = None, lower: bool =
         engine._model.pipeline.scheduler.set_shift(shift)
     texts = [text.lower() for text in TEXTS] if lower else TEXTS
     prompts = [Prompt(text=text, index=i) for i, text in enumerate(texts)]
-    spec = replace(config.rollout.spec(), shared_prefix=False, tail_start=None)
+    spec = replace(config.rollout.spec(), shared_prefix=False)
+    spec = spec if shortened else replace(spec, tail_start=None)
     request = ImageRequest(
         prompts=PromptBatch(step=0, prompts=prompts, slots=range(4)),
         samples_per_prompt=4,
@@ -74,14 +81,24 @@ def test_a_planted_fault_is_named_first(
     assert said.startswith(f"Most probable cause: {cause}\n"), said
 
 
-def test_a_clean_dump_is_not_accused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for dtype in ("fp32", "bf16"):
-        given = [*SETTINGS, f"rollout.dtype={dtype}"]
-        dump, out = write(tmp_path, *given), ["--out", str(tmp_path / "page.html")]
+def test_a_clean_dump_is_not_accused(tmp_path: Path) -> None:
+    shortened = [*SETTINGS, "rollout.pipeline.num_inference_steps=9", "rollout.algo.tail_steps=1"]
+    for dtype, settings in (("fp32", SETTINGS), ("bf16", shortened)):
+        given = [*settings, f"rollout.dtype={dtype}"]
+        dump = write(tmp_path, *given, shortened=settings is shortened)
+        out = ["--out", str(tmp_path / "page.html")]
         assert main(["diagnose", str(dump), *out, "--model", *given]) == 0
 
 
-def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dump = write_dump(tmp_path / "dump.safetensors", Made(seed=1))
-    assert main(["diagnose", str(dump), "--model", *SETTINGS]) == 2
-    assert "'prompts' in the dump, a text of each sample" in capsys.readouterr().err
+@pytest.mark.parametrize("missing", ["prompts", "sigmas"])
+def test_what_is_missing_is_said(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors, settings = make_tensors(Made(seed=1))
+    told = {name: str(value) for name, value in settings.items()}
+    if missing == "sigmas":
+        told["prompts"] = json.dumps(["a word"] * len(tensors["latents"]))
+        del tensors["sigmas"]
+    save_file(tensors, tmp_path / "dump.safetensors", metadata=told)
+    assert main(["diagnose", str(tmp_path), "--model", *SETTINGS]) == 2
+    assert "'sigmas' and 'prompts', a text of each sample" in capsys.readouterr().err
