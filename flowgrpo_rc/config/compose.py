@@ -342,7 +342,7 @@ def _first_cause(error: BaseException) -> str:
     # Of several types: OmegaConf names them, and not the words that are allowed.
     text = re.sub(
         r"is incompatible with type hint .*Union.*",
-        "is not one of its values, which docs/configuration.md lists",
+        "is not one of its values, which the page of all keys lists",
         text,
     )
     if text.endswith("is not Optional"):
