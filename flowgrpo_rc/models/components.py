@@ -1,7 +1,5 @@
 """The components of a pipeline, by what its model_index.json says of them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

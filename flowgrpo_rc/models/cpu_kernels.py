@@ -4,8 +4,6 @@ They compute what the layers of diffusers compute. Which one is taken follows fr
 and processor alone, so a resumed run, a worker and a replay take the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from types import FunctionType, SimpleNamespace

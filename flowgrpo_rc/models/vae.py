@@ -1,7 +1,5 @@
 """The VAE as it decodes: its precision and the layout of its weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import channels_last, channels_last_3d, nn
 

@@ -214,20 +214,29 @@ def test_a_clip_follows_the_mismatch_only_where_there_is_one(overrides, clip):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "warm", "compiled_s", "decided", "tried"),
+    ("chunks", "warm", "compiled_s", "fails", "decided", "tried"),
     [
-        (100, False, 0.5, False, 1),  # a fifth of 100 s is likely to be saved: less than 30 s
-        (200, False, 0.5, True, 2),
-        (200, False, 1.5, False, 2),
-        (20, True, 0.5, False, 1),
-        (30, True, 0.5, True, 2),
+        (
+            100,
+            False,
+            0.5,
+            False,
+            False,
+            1,
+        ),  # a fifth of 100 s is likely to be saved: less than 30 s
+        (200, False, 0.5, False, True, 2),
+        (200, False, 0.5, True, False, 2),  # blocks that run without it are faster by chance
+        (200, False, 1.5, False, False, 2),
+        (20, True, 0.5, False, False, 1),
+        (30, True, 0.5, False, True, 2),
     ],
 )
 def test_blocks_are_compiled_if_the_steps_to_come_repay_it(
-    tmp_path, monkeypatch, chunks, warm, compiled_s, decided, tried
+    tmp_path, monkeypatch, chunks, warm, compiled_s, fails, decided, tried
 ):
     clock, closed = [0.0], []
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "_failed", [])
     monkeypatch.setattr(compiling.time, "perf_counter", lambda: clock[0])
     if warm:
         (tmp_path / "fxgraph").mkdir()
@@ -237,6 +246,7 @@ def test_blocks_are_compiled_if_the_steps_to_come_repay_it(
 
         def __init__(self, compiled: bool) -> None:
             self.seconds = [30.0, compiled_s, compiled_s] if compiled else [2.0, 1.0, 1.0]
+            compiling._failed.extend(["RuntimeError"] * (compiled and fails))
 
         def generate(self, chunk: object) -> list[Any]:
             clock[0] += self.seconds.pop(0)

@@ -105,7 +105,7 @@ def folder_of(folder: Path, *made: Made) -> Dump:
 
 
 def test_all_files_of_a_folder_are_looked_at(tmp_path: Path) -> None:
-    """What stands in the last file alone is found, and what is so in one file only is no rule."""
+    """Looks at what stands in the last file alone, and makes no rule of one file."""
     clean = [Made(seed=seed, means=False) for seed in range(3)]
     found = folder_of(tmp_path / "clean", *clean)
     assert (len(found.rollout), len(found.group.unique())) == (54, 9)
