@@ -172,7 +172,7 @@ def test_a_file_in_own_words_is_left_alone(tmp_path: Path) -> None:
             ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"],
         ),
         ("rollout: {redraw: 2}", ["mine.yaml", "rollout.redraw=2: give true or false"]),
-        ("rollout: {compile: 2}", ["rollout.compile", "'2'", "docs/configuration.md lists"]),
+        ("rollout: {compile: 2}", ["rollout.compile", "'2'", "which the page of all keys lists"]),
         ("rollout: 3", ["rollout=3", "a section of keys"]),
         ("rollout: {n: many}", ["rollout.n", "mine", "'many'"]),
         ("data: {seed: 1}\nrollout: {n: many}", ["rollout.n: In 'mine'", "'many'"]),
