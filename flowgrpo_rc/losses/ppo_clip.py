@@ -95,31 +95,6 @@ def ratio_metrics(log_ratio: Tensor, keep_mask: Tensor) -> MetricBag:
     return metrics
 
 
-def dual_bound(clip_ratio: float | Tensor, dual_clip: float | None) -> float | Tensor | None:
-    """Computes the dual clip of a ratio whose scale is that of its band.
-
-        1 + dual_clip * clip_ratio
-
-    Args:
-      clip_ratio: half-width of the band; a number, or one for each step, [B, T].
-      dual_clip: in units of clip_ratio, above 1; None for none.
-
-    Returns:
-      The upper bound on the ratio that `ppo_clip` takes.
-
-    Raises:
-      ValueError: the bound would lie inside of the band.
-    """
-    if dual_clip is None:
-        return None
-    if not dual_clip > 1:
-        raise ValueError(
-            f"dual_clip={dual_clip}: give a number above 1, in units of clip_ratio, or null for "
-            "none"
-        )
-    return 1 + dual_clip * clip_ratio
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepClip(DiffusionLoss):
     """A loss of denoising steps that is `ppo_clip` on some ratio of a step."""
@@ -129,8 +104,12 @@ class StepClip(DiffusionLoss):
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a wrong `dual_clip`."""
-        dual_bound(self.clip_ratio, self.dual_clip)
+        """Raises ValueError for a `dual_clip` whose bound would lie inside of the band."""
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(
+                f"dual_clip={self.dual_clip}: give a number above 1, in units of clip_ratio, or "
+                "null for none"
+            )
 
     def clipped(self, log_ratio: Tensor, advantages: Tensor, keep_mask: Tensor) -> PolicyLoss:
         """Computes the clipped loss of each step from its log-ratio; all are [B, T]."""
@@ -140,7 +119,7 @@ class StepClip(DiffusionLoss):
             keep_mask,
             clip_low=self.clip_ratio,
             clip_high=self.clip_ratio,
-            dual_clip=dual_bound(self.clip_ratio, self.dual_clip),
+            dual_clip=None if self.dual_clip is None else 1 + self.dual_clip * self.clip_ratio,
         )
 
 
