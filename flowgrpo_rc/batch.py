@@ -267,15 +267,13 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Self:
         """Returns a range of samples, as views; `stop` may exceed B."""
-        return replace(
-            self, **{name: value[start:stop] for name, value in self.per_sample().items()}
-        )
+        return self.select(slice(start, stop))
 
     def split(self, size: int) -> list[Self]:
         """Cuts the batch into batches of `size` consecutive samples, the last one of the rest."""
         return [self.rows(start, start + size) for start in range(0, len(self), size)]
 
-    def select(self, index: Tensor) -> Self:
+    def select(self, index: Tensor | slice) -> Self:
         """Returns the samples at the positions `index`, int64 [B'], in any order and number."""
         return replace(self, **{name: value[index] for name, value in self.per_sample().items()})
 

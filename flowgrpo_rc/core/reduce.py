@@ -56,21 +56,6 @@ def select_(values: Tensor, mask: Tensor) -> Tensor:
     return values.masked_fill_(~mask, 0)
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sums `values` where `mask` holds.
-
-    Args:
-      values: of any shape.
-      mask: bool, of the same shape.
-      dim: the dimension to sum over; None for all.
-
-    Returns:
-      The sum, without the dimension `dim`; a scalar for None.
-    """
-    selected = select(values, mask)
-    return selected.sum() if dim is None else selected.sum(dim)
-
-
 def row_counts(mask: Tensor) -> Tensor:
     """Counts the elements of each row where `mask` holds.
 
@@ -107,8 +92,9 @@ def masked_mean(
         processes.
       all_reduce: adds a tensor over the processes; without effect unless dim is None.
     """
-    total = masked_sum(values, mask, dim)
-    count = mask.sum() if dim is None else mask.sum(dim)
-    if dim is None:
-        total, count = all_reduce(torch.stack([total, count.to(total.dtype)]))
+    selected = select(values, mask)
+    if dim is not None:
+        return selected.sum(dim) / mask.sum(dim).clamp(min=1)
+    total = selected.sum()
+    total, count = all_reduce(torch.stack([total, mask.sum().to(total.dtype)]))
     return total / count.clamp(min=1)

@@ -1,6 +1,6 @@
 """RowMetrics: metrics that follow from columns of rows, where rows come in blocks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -35,11 +35,8 @@ class RowMetrics:
         """Computes the metrics of all topics from the columns of all blocks."""
         bag = MetricBag()
         for topic, blocks in self._blocks.items():
-            bag.merge(self._functions[topic](**_joined(blocks)))
+            columns = blocks[0]
+            if len(blocks) > 1:
+                columns = {name: torch.cat([block[name] for block in blocks]) for name in columns}
+            bag.merge(self._functions[topic](**columns))
         return bag
-
-
-def _joined(blocks: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    if len(blocks) == 1:
-        return blocks[0]
-    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}

@@ -41,11 +41,6 @@ class LogRatios(NamedTuple):
     log_ratio_sum_B: Tensor
     step_kl: Tensor | None  # exact KL between the Gaussians of each step; None without Gaussians
 
-    @property
-    def log_ratio_mean_B(self) -> Tensor:
-        """The mean log-ratio of each row, [b]."""
-        return self.log_ratio_sum_B / self.num_finite_B.clamp(min=1)
-
     def unit_mask(self, values: Tensor) -> Tensor:
         """Returns where `values` stand for something.
 

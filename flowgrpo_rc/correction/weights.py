@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.core.reduce import masked_sum, row_counts, select, select_
+from flowgrpo_rc.core.reduce import row_counts, select, select_
 from flowgrpo_rc.correction.log_ratios import SAFETY_BOUND, LogRatios, safe_expm1, safe_weight
 from flowgrpo_rc.correction.thresholds import WeightBounds
 
@@ -55,8 +55,9 @@ def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
             used = select_(used, ratios.finite_mask)
         return Weights(raw, used, raw, per_step=True)
     # Sums of logarithms, bounded before exp: a product of T ratios would overflow.
-    log_weight = ratios.log_ratio_sum_B if level == "sequence" else ratios.log_ratio_mean_B
-    log_weight = log_weight.unsqueeze(1)
+    log_weight = ratios.log_ratio_sum_B.unsqueeze(1)
+    if level == "geometric":
+        log_weight = log_weight / ratios.num_finite_B.clamp(min=1).unsqueeze(1)
     raw = safe_weight(safe_expm1(log_weight))
     # Only for the metrics: how large the weight would have been.
     unbounded = torch.exp(log_weight.clamp(max=SAFETY_BOUND))
@@ -108,7 +109,7 @@ def mean_weight_terms(ratios: LogRatios, weights: Weights, keep_mask: Tensor | N
         total_B = ratios.row_sum(weights.used)
         number_B = ratios.num_finite_B
     else:
-        total_B = masked_sum(weights.used.expand_as(keep_mask), keep_mask, 1)
+        total_B = select(weights.used.expand_as(keep_mask), keep_mask).sum(1)
         number_B = row_counts(keep_mask)
     if not weights.per_step:
         # A sequence counts once, however many steps it has.
