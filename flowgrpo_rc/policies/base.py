@@ -11,8 +11,10 @@ A loss may have to see less at once than a forward evaluates, which `steps` is f
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Generic, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,10 +66,15 @@ class Evaluation(NamedTuple):
 B = TypeVar("B", bound=Batch)
 
 
+@dataclass(eq=False)
 class Policy(ABC, Generic[B]):
     """A stochastic policy around a network. Several policies may share one model."""
 
+    model: Any
     network: Any  # what is evaluated and trained
+    _: KW_ONLY
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the network runs in
+    _nudged = False  # whether the embeddings go through `nudge`
 
     @abstractmethod
     def pieces(self, micro: B) -> Iterator[B]:
@@ -156,16 +163,19 @@ class Policy(ABC, Generic[B]):
           The names in the order of the cells. An empty name: the cell gets no metric of its own.
         """
 
-    @abstractmethod
     def rounded_otherwise(
         self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
-    ) -> "Policy[B]":
+    ) -> Self:
         """Returns a policy that shares the network, and differs from this one by rounding alone.
 
         Args:
           autocast: makes another context in which the network runs. None: the embeddings go
             through `nudge`, for weights in bf16, where another autocast changes nothing.
         """
+        other = copy(self)
+        other.autocast = autocast or self.autocast
+        other._nudged = autocast is None
+        return other
 
     @torch.no_grad()
     def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Evaluation:

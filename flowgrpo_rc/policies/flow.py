@@ -7,12 +7,9 @@ All maths outside the transformer is in fp32, on the stored fp32 latents. Sigmas
 from one schedule. So a replay in fp32 and in the same batch shape has a log-ratio of exactly 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,37 +44,28 @@ class Trajectory(NamedTuple):
     means: Tensor | None = None  # of each step of the window, [B, T, ...]; None unless asked for
 
 
+@dataclass(eq=False)
 class FlowPolicy(Policy[DiffusionBatch]):
     """A transformer as a policy over denoising steps.
 
     The policies of the trainer and of an engine share one `FlowModel` and have a transformer each.
-    It runs in the context that `autocast` makes. A forward of the update evaluates
-    `steps_per_forward` SDE steps of a sample, or all of its window for None. `nudge` moves the text
-    embeddings if `nudged`. A rollout skips blocks of a network that has a `cache`.
+    A forward of the update evaluates `steps_per_forward` SDE steps of a sample, or all of its
+    window for None. A rollout skips blocks of a network that has a `cache`.
     """
 
-    def __init__(
-        self,
-        model: FlowModel,
-        network: Any,
-        *,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        steps_per_forward: int | None = 1,
-        nudged: bool = False,
-        cache: BlockCache | None = None,
-    ) -> None:
-        given = list(transformers(network))
-        if given != list(model.networks):
+    model: FlowModel
+    _: KW_ONLY
+    steps_per_forward: int | None = 1
+    cache: BlockCache | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a network that is none of the model's."""
+        wanted, given = list(self.model.networks), list(transformers(self.network))
+        if given != wanted:
             raise ValueError(
-                f"a {type(model).__name__} samples with {' and '.join(model.networks)}; the "
+                f"a {type(self.model).__name__} samples with {' and '.join(wanted)}; the "
                 f"network has {' and '.join(given)}: give model.network, or a copy of it"
             )
-        self.model = model
-        self.network = network
-        self._autocast = autocast
-        self._steps_per_forward = steps_per_forward
-        self._nudged = nudged
-        self._cache = cache
 
     @torch.no_grad()
     def rollout(
@@ -103,19 +91,19 @@ class FlowPolicy(Policy[DiffusionBatch]):
           group: number of each sample's prompt, [B]; needed with `spec.shared_prefix`.
         """
         schedule = self.model.walked_schedule(spec)
-        if self._cache is not None:
-            self._cache.start(spec.cached_steps)
+        if self.cache is not None:
+            self.cache.start(spec.cached_steps)
 
         def velocity(x: Tensor, timesteps: Tensor) -> Tensor:
-            if self._cache is not None:
-                self._cache.next_step()
+            if self.cache is not None:
+                self.cache.next_step()
             return self._velocity(x, timesteps, conditioning, negative, spec, group)
 
         found = sample_trajectory(
             velocity, schedule, latents, spec, window, noise, keep_means=keep_means
         )
-        if self._cache is not None:
-            self._cache.end()
+        if self.cache is not None:
+            self.cache.end()
         return found
 
     def transition(self, piece: DiffusionBatch) -> Transition:
@@ -205,7 +193,7 @@ class FlowPolicy(Policy[DiffusionBatch]):
 
     def pieces(self, micro: DiffusionBatch) -> Iterator[DiffusionBatch]:
         """Cuts a micro-batch into batches of `steps_per_forward` steps; the last may have fewer."""
-        size = self._steps_per_forward or micro.num_steps
+        size = self.steps_per_forward or micro.num_steps
         return (micro.steps(start, start + size) for start in range(0, micro.num_steps, size))
 
     def steps(
@@ -251,18 +239,6 @@ class FlowPolicy(Policy[DiffusionBatch]):
         timesteps = (sigmas[:-1] * 1000).round().int().tolist()
         return [f"ts_{timestep}" for timestep in timesteps]
 
-    def rounded_otherwise(
-        self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
-    ) -> FlowPolicy:
-        """Returns a policy with another autocast, or with moved text embeddings."""
-        return FlowPolicy(
-            self.model,
-            self.network,
-            autocast=autocast or self._autocast,
-            steps_per_forward=self._steps_per_forward,
-            nudged=autocast is None,
-        )
-
     def _velocity(
         self,
         latents: Tensor,
@@ -284,9 +260,9 @@ class FlowPolicy(Policy[DiffusionBatch]):
             rows, place = distinct_rows(latents, group)
             latents, timesteps, conditioning = latents[rows], timesteps[rows], conditioning[rows]
             negative = None if negative is None else negative[rows]
-            if self._cache is not None:
-                self._cache.place, self._cache.rows = place, rows
-        with self._autocast():
+            if self.cache is not None:
+                self.cache.place, self.cache.rows = place, rows
+        with self.autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         # In fp32 from here on: log-ratios are 1e-4, and bf16 resolves 4e-3.
         return v.float() if place is None else v.float()[place]

@@ -4,12 +4,13 @@ Legend: B rows, L tokens of the longest prompt, T tokens of the longest response
 vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
@@ -33,29 +34,18 @@ class Responses(NamedTuple):
     log_probs: Tensor  # at the temperature of the sampling, fp32, [B, T], in nats; 0 at padding
 
 
+@dataclass(eq=False)
 class TokenPolicy(Policy[TokenBatch]):
     """A causal language model as a policy over tokens.
 
-    The policies of the trainer and of an engine share one `CausalLM` and have a network each. It
-    runs in the context that `autocast` makes. To `checkpoint_gradients` keeps fewer activations in
-    `evaluate`, and computes the others again in the backward pass. `nudge` moves the token
-    embeddings if `nudged`.
+    The policies of the trainer and of an engine share one `CausalLM` and have a network each. To
+    `checkpoint_gradients` keeps fewer activations in `evaluate`, and computes the others again in
+    the backward pass.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        network: Any,
-        *,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        checkpoint_gradients: bool = False,
-        nudged: bool = False,
-    ) -> None:
-        self.model = model
-        self.network = network
-        self._autocast = autocast
-        self._checkpoint_gradients = checkpoint_gradients
-        self._nudged = nudged
+    model: CausalLM
+    _: KW_ONLY
+    checkpoint_gradients: bool = False
 
     @torch.no_grad()
     def rollout(
@@ -82,7 +72,7 @@ class TokenPolicy(Policy[TokenBatch]):
             pad_token_id=self.model.pad_id,
             eos_token_id=list(self.model.eos_ids),
         )
-        with self._autocast():
+        with self.autocast():
             rows = self.network.generate(
                 prompt_ids,
                 attention_mask=prompt_mask.long(),
@@ -117,9 +107,9 @@ class TokenPolicy(Policy[TokenBatch]):
         first, last = _used_columns(mask) if _is_sparse(mask) else (0, mask.shape[1])
         num_tokens = max(last - piece.prompt_ids.shape[1], 1)
         last = piece.prompt_ids.shape[1] + num_tokens
-        checkpointed = self._checkpoint_gradients and torch.is_grad_enabled()
+        checkpointed = self.checkpoint_gradients and torch.is_grad_enabled()
         saving = gradient_checkpointing(self.network) if checkpointed else nullcontext()
-        with self._autocast(), saving, self._moved_embeddings():
+        with self.autocast(), saving, self._moved_embeddings():
             # The logits at a token score the next one. So the last token of a row is left out, and
             # the last positions of what remains score the response.
             columns = slice(first, last - 1)
@@ -162,33 +152,16 @@ class TokenPolicy(Policy[TokenBatch]):
         """Returns one empty name: the only cell gets no metric of its own."""
         return [""]
 
-    def rounded_otherwise(
-        self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
-    ) -> "TokenPolicy":
-        """Returns a policy with another autocast, or with moved token embeddings."""
-        return TokenPolicy(
-            self.model,
-            self.network,
-            autocast=autocast or self._autocast,
-            checkpoint_gradients=self._checkpoint_gradients,
-            nudged=autocast is None,
-        )
-
-    @contextmanager
-    def _moved_embeddings(self) -> Iterator[None]:
+    def _moved_embeddings(self) -> AbstractContextManager[Any]:
         """Moves the token embeddings in the forwards inside, if they are to be moved."""
         if not self._nudged:
-            yield
-            return
-        embeddings = self.network.get_input_embeddings()
-        # Embeddings are looked up inside the network, so a hook on that layer has to move them.
-        hook = embeddings.register_forward_hook(
+            return nullcontext()
+        embeddings: nn.Module = self.network.get_input_embeddings()
+        # Embeddings are looked up inside the network, so a hook on that layer has to move them. As
+        # a context, torch's handle removes it at the end.
+        return embeddings.register_forward_hook(
             lambda module, given, found: nudge(found, found.dtype)
         )
-        try:
-            yield
-        finally:
-            hook.remove()
 
 
 def _is_sparse(mask: Tensor) -> bool:
