@@ -46,10 +46,8 @@ class Calibration:
                     "guidance": found.guidance,
                     "precision": found.precision,
                     "sampler": "engine" if found.engine else "copy of the trainer's network",
-                    **{name: as_json(value) for name, value in found.summary().items()},
-                    "by_timestep": dict(
-                        zip(found.timesteps, map(as_json, found.by_timestep()), strict=True)
-                    ),
+                    **found.summary(),
+                    "by_timestep": dict(zip(found.timesteps, found.by_timestep(), strict=True)),
                 }
                 for found in self.mismatches
             ],
@@ -59,20 +57,13 @@ class Calibration:
                 "cause": diagnosis.cause,
                 "verdict": diagnosis.sentence(),
                 "notes": list(diagnosis.notes),
-                "mismatch": as_json(diagnosis.mismatch),
-                "floor": as_json(diagnosis.copy_mismatch),
-                "as_recorded": as_json(diagnosis.as_recorded),
-                "trials": [
-                    trial._asdict() | {"residual": as_json(trial.residual)}
-                    for trial in diagnosis.trials
-                ],
+                "mismatch": diagnosis.mismatch,
+                "floor": diagnosis.copy_mismatch,
+                "as_recorded": diagnosis.as_recorded,
+                "trials": [trial._asdict() for trial in diagnosis.trials],
             },
-            "tails": [
-                trial._asdict() | {"agreement": as_json(trial.agreement)} for trial in self.tails
-            ],
-            "caches": [
-                trial._asdict() | {"agreement": as_json(trial.agreement)} for trial in self.caches
-            ],
+            "tails": [trial._asdict() for trial in self.tails],
+            "caches": [trial._asdict() for trial in self.caches],
             "settings": self.settings.values,
             "reason": self.settings.reason,
             "notes": list(self.settings.notes),
@@ -115,7 +106,8 @@ class Folder:
     def write(self, found: Calibration) -> None:
         """Writes numbers, picture and settings."""
         self.yaml.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.json, (json.dumps(found.json(), indent=2) + "\n").encode())
+        content = json.dumps(as_json(found.json()), indent=2)
+        write_atomic(self.json, f"{content}\n".encode())
         draw(found, self.picture)
         write_atomic(self.yaml, found.settings.yaml(found.header()).encode())
 

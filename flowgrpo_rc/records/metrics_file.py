@@ -28,7 +28,7 @@ class MetricsFile:
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the row of a step. Raises OSError, naming the file, if the disk refuses it."""
-        row = {"step": step} | {name: as_json(value) for name, value in values.items()}
+        row = as_json({"step": step, **values})
         line = json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
         try:
             self._drop_torn_line()
@@ -106,8 +106,12 @@ def held_out(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def as_json(value: Any) -> Any:
-    """Returns a value that JSON can hold: None for a number that is not finite."""
-    if value is None or isinstance(value, str | int | list):
+    """Returns what JSON can hold: None for a number that is not finite, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if value is None or isinstance(value, str | int):
         return value
     return float(value) if math.isfinite(value) else None
 

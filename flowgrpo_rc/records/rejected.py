@@ -54,12 +54,12 @@ class RejectedSamples:
         rows = []
         for number, (decision, row) in enumerate(chosen):
             index = position[int(decision.seed[row])]
-            known: dict[str, Any] = {"reward": as_json(float(rewards.total[index]))}
+            known: dict[str, Any] = {"reward": float(rewards.total[index])}
             known |= self._decision(decision, row, names)
             moving = [] if auto_bands is None else auto_bands.reasons(int(decision.seed[row]))
             # Without their bounds they are named only if nothing else explains the rejection.
             if {one["criterion"] for one in known["reasons"]} & {one.criterion for one in moving}:
-                known["reasons"] = [_written(reason) for reason in moving]
+                known["reasons"] = [reason._asdict() for reason in moving]
             known["prompt"] = shown.prompts[index].text[:MOST_TEXT] if shown.prompts else None
             sample = shown.samples[index] if shown.samples else None
             if isinstance(sample, str):
@@ -67,7 +67,7 @@ class RejectedSamples:
             elif sample is not None:
                 known["picture"] = f"step_{step:06d}_process_{self.rank}_{number}.png"
                 write_atomic(self.folder / known["picture"], png_bytes(sample))
-            rows.append(known)
+            rows.append(as_json(known))
         for old in sorted(self.folder.glob(f"*_process_{self.rank}_*.png"))[:-PICTURES_KEPT]:
             old.unlink()
         return rows
@@ -79,8 +79,8 @@ class RejectedSamples:
         worst = int(sizes.argmax())
         name = names[int(decision.cells[row, worst])]
         where = {"timestep": int(name.removeprefix("ts_"))} if name else {"position": worst}
-        found = [_written(reason) for reason in self._reasons(decision, row)]
-        return where | {"log_ratio": as_json(float(difference[worst])), "reasons": found}
+        found = [reason._asdict() for reason in self._reasons(decision, row)]
+        return where | {"log_ratio": float(difference[worst]), "reasons": found}
 
     def _reasons(self, decision: Decision, row: int) -> list[Reason]:
         correction = self.correction
@@ -106,7 +106,3 @@ def in_words(reason: Mapping[str, Any]) -> str:
     if upper is not None:
         return f"{text}, above {upper:.7g}"
     return f"{text}, below {lower:.7g}" if lower is not None else text
-
-
-def _written(reason: Reason) -> dict[str, Any]:
-    return {name: as_json(value) for name, value in reason._asdict().items()}

@@ -47,7 +47,8 @@ def write_suite_result(folder: Path, suite: Suite, result: SuiteResult) -> None:
         "texts": [prompt.text for prompt in suite.prompts],
         "scores": {BASE: _scores(result.base), TUNED: _scores(result.tuned)},
     }
-    write_atomic(folder / f"{suite.name}.json", json.dumps(row, allow_nan=False).encode())
+    content = json.dumps(as_json(row), allow_nan=False)
+    write_atomic(folder / f"{suite.name}.json", content.encode())
 
 
 def read_suite_results(folder: Path) -> Iterator[StoredResult]:
@@ -65,17 +66,14 @@ def read_suite_results(folder: Path) -> Iterator[StoredResult]:
             )
 
 
-def _scores(scores: SuiteScores) -> dict[str, list[list[float | None]]]:
-    return {
-        name: [[as_json(score) for score in row] for row in values.tolist()]
-        for name, values in scores.columns.items()
-    }
+def _scores(scores: SuiteScores) -> dict[str, list[list[float]]]:
+    return {name: values.tolist() for name, values in scores.columns.items()}
 
 
 def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Any]:
     rows = {}
     for name, (*estimates, count) in comparisons.items():
-        ends = [{end: as_json(x) for end, x in one._asdict().items()} for one in estimates]
+        ends = [one._asdict() for one in estimates]
         rows[name] = dict(zip(_POLICIES, ends, strict=True)) | {"count": count}
     return rows
 
