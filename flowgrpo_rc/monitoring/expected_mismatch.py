@@ -15,6 +15,7 @@ Shapes: b rows, t steps, C cells of the policy (`Policy.cells`).
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def unquantized_share(rollout: str, dtype: str, mixed_precision: str) -> float |
     return plain / size if quantization and size and plain is not None else None
 
 
+@dataclass(eq=False)
 class ExpectedMismatch:
     """The mean |difference| of each cell that the precisions explain.
 
@@ -72,50 +74,37 @@ class ExpectedMismatch:
     `EVERY` iterations after these, and when a sample is in a cell that had none so far. A
     measurement goes on over further iterations until it has `enough` observations, as has what is
     compared with it.
-
-    `other` is the same policy, rounded in another way; `size` is from `relative_size`; `least` is
-    the smallest expectation.
     """
 
-    def __init__(
-        self,
-        policy: Policy[Any],
-        other: Policy[Any],
-        processes: Processes,
-        *,
-        size: float,
-        least: float,
-        micro_batch_size: int,
-        enough: int = 1,
-    ) -> None:
-        self._policies = (policy, other)
-        self._processes = processes
-        self._size = size
-        self._least = least
-        self._micro_batch_size = micro_batch_size
-        self.enough = enough
-        self._measured: Tensor | None = None
-        self._sums: Tensor | None = None  # of a measurement that goes on
+    policy: Policy[Any]
+    other: Policy[Any]  # the same policy, rounded in another way
+    processes: Processes
+    _: KW_ONLY
+    size: float  # from `relative_size`
+    least: float  # the smallest expectation
+    micro_batch_size: int
+    enough: int = 1
+    _measured: Tensor | None = field(default=None, init=False)
+    _sums: Tensor | None = field(default=None, init=False)  # of a measurement that goes on
 
     def due(self, step: int, batch: Batch) -> bool:
         """Returns True if `measure` has to be called in this step, the same on all processes."""
-        if self._size == 0:
+        if self.size == 0:
             return False
         if self._measured is None or self._sums is not None or step % EVERY in (1, 2):
             return True
-        unknown = torch.isnan(self._measured)[self._policies[0].cells(batch)] & batch.step_mask
-        return self._processes.any(bool(unknown.any()))
+        unknown = torch.isnan(self._measured)[self.policy.cells(batch)] & batch.step_mask
+        return self.processes.any(bool(unknown.any()))
 
     def measure(self, batch: Batch, num_cells: int) -> None:
         """Evaluates all samples twice, without gradient, and keeps the mean of each cell.
 
         With too few samples the means before stay, and the sums are kept for the next call.
         """
-        policy, other = self._policies
-        log_probs = policy.log_probs(batch, self._micro_batch_size).double()
-        difference = log_probs - other.log_probs(batch, self._micro_batch_size).double()
+        log_probs = self.policy.log_probs(batch, self.micro_batch_size).double()
+        difference = log_probs - self.other.log_probs(batch, self.micro_batch_size).double()
         known = batch.step_mask & torch.isfinite(difference)
-        sums = self._processes.sum(by_cell(difference, known, policy.cells(batch), num_cells))
+        sums = self.processes.sum(by_cell(difference, known, self.policy.cells(batch), num_cells))
         if self._sums is not None:
             sums = self._sums + sums
         # Images always have enough: they need not wait for the device.
@@ -133,8 +122,8 @@ class ExpectedMismatch:
         `like` is a tensor [..., C] of the wanted device and dtype.
         """
         if self._measured is None:
-            return torch.full_like(like[0], math.nan if self._size else self._least)
-        return (self._size * self._measured).clamp(min=self._least)
+            return torch.full_like(like[0], math.nan if self.size else self.least)
+        return (self.size * self._measured).clamp(min=self.least)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the state for a checkpoint."""
@@ -144,9 +133,9 @@ class ExpectedMismatch:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the state from a checkpoint."""
         if "measured" in tensors:
-            self._measured = tensors["measured"].to(self._processes.device)
+            self._measured = tensors["measured"].to(self.processes.device)
         if "sums" in tensors:
-            self._sums = tensors["sums"].to(self._processes.device)
+            self._sums = tensors["sums"].to(self.processes.device)
 
 
 def by_cell(difference: Tensor, known: Tensor, cells: Tensor, num_cells: int) -> Tensor:
