@@ -102,10 +102,11 @@ def check_options(
         raise ValueError(f"{where}: {cls.__name__} needs the option {', '.join(missing)}")
 
 
-def check_choice(key: str, value: str, allowed: Iterable[str]) -> None:
-    """Raises ValueError unless a setting has one of the allowed values."""
+def check_choice(key: str, value: str | None, allowed: Iterable[str | None]) -> None:
+    """Raises ValueError unless a setting has one of the allowed values; None is null."""
     if value not in allowed:
-        raise ValueError(f"{key}={value!r}: allowed are {', '.join(allowed)}")
+        listed = ", ".join("null" if choice is None else choice for choice in allowed)
+        raise ValueError(f"{key}={value!r}: allowed are {listed}")
 
 
 def check_least(key: str, value: float | None, least: float) -> None:

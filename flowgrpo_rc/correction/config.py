@@ -16,7 +16,7 @@ from flowgrpo_rc.correction.thresholds import (
     parse_weight_bounds,
 )
 from flowgrpo_rc.correction.weights import IS_LEVELS
-from flowgrpo_rc.plugins import load_function
+from flowgrpo_rc.plugins import check_choice, load_function
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NORMALIZE = ("all", "kept")
@@ -189,10 +189,7 @@ class RolloutCorrectionConfig(Presets):
             ("metric_names", METRIC_NAMES),
         )
         for name, allowed in choices:
-            value = vars(self)[name]
-            if value not in allowed:
-                listed = ", ".join("null" if choice is None else choice for choice in allowed)
-                raise ValueError(f"{KEY}.{name}={value!r}: allowed are {listed}")
+            check_choice(f"{KEY}.{name}", vars(self)[name], allowed)
         if self.centered is not None and not isinstance(self.centered, bool):
             raise ValueError(f"{KEY}.centered={self.centered!r}: give true, false or null")
         # Python takes 1, 0 and "false" in conditions, where a user may mean something else.

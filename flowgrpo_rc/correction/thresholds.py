@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.plugins import did_you_mean
+from flowgrpo_rc.plugins import check_choice, did_you_mean
 
 KEY = "algorithm.rollout_correction"
 RS_KEY = f"{KEY}.rollout_rs"
@@ -116,8 +116,7 @@ def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
       ValueError: for an unknown mode, a malformed threshold, and a lower bound that the mode does
         not use.
     """
-    if mode is not None and mode not in IS_MODES:
-        raise ValueError(f"{MODE_KEY}={mode!r}: allowed are null, {', '.join(IS_MODES)}")
+    check_choice(MODE_KEY, mode, (None, *IS_MODES))
     numbers = _numbers(threshold, IS_KEY)
     if len(numbers) == 1:
         (upper,) = numbers

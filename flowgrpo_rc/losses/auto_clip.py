@@ -39,14 +39,6 @@ def parse_auto(key: str, value: object) -> float | None:
     return deviations
 
 
-def number(value: object) -> object:
-    """Returns a number that is written as text as a number, and anything else as it is."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 class AutoClip:
     """Follows what a loss bounds, before any update, at each step of the schedule.
 

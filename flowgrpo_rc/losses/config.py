@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.losses.auto_clip import number, parse_auto
+from flowgrpo_rc.losses.auto_clip import parse_auto
 from flowgrpo_rc.losses.base import (
     DIFFUSION_KEY,
     REFERENCE_CLIP,
@@ -60,7 +61,10 @@ class DiffusionLossConfig:
     def __post_init__(self) -> None:
         """Takes a number that is written as text for a number, as for a key that is a float."""
         for name in DIFFUSION_OPTIONS:
-            setattr(self, name, number(vars(self)[name]))
+            value = vars(self)[name]
+            if isinstance(value, str):
+                with suppress(ValueError):
+                    setattr(self, name, float(value))
 
     @property
     def needs_means(self) -> bool:
