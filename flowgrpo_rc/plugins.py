@@ -170,6 +170,12 @@ def install_hint(extra: str) -> str:
     return f"pip install {' '.join(map(quote, of_extra or [f'flowgrpo-rc[{extra}]']))}"
 
 
+def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
+    """Raises ValueError if a package of an extra is missing; `what` needs it."""
+    if not all(find_spec(name) for name in packages):
+        raise ValueError(f"{what} needs {' and '.join(packages)}: {install_hint(extra)}")
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Returns ` (did you mean 'x'?)` with the nearest known name, or "" if none is near."""
     near = get_close_matches(name, known, n=1)

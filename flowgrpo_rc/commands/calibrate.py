@@ -84,7 +84,8 @@ def measure(
     task = make_task(config, processes)
     assert isinstance(task, ImageTask)
     # An engine skips blocks if it is built for it, and only at the steps that a request names.
-    engine = make_engine(_cached(config) if cache else config, task.model)
+    rollout = settings_to_try(config.rollout)[0] if cache else config.rollout
+    engine = make_engine(replace(config, rollout=rollout), task.model)
     batch = PromptBatch(step=0, prompts=prompts, slots=range(len(prompts)))
     try:
         fresh = {n: p.detach() for n, p in lora_parameters(task.model.network).items()}
@@ -129,11 +130,6 @@ def measure(
         tails=tails,
         caches=caches,
     )
-
-
-def _cached(config: Config) -> Config:
-    """Returns the settings with the cache that skips most."""
-    return replace(config, rollout=settings_to_try(config.rollout)[0])
 
 
 class Rollouts(NamedTuple):

@@ -4,8 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flowgrpo_rc.config.check_inputs import inputs_of
 from flowgrpo_rc.config.checks import RunInputs
 from flowgrpo_rc.config.tree import Config
@@ -18,8 +16,8 @@ from flowgrpo_rc.records.run_folder import RunFolder, flat_settings
 
 def check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
     """Raises ValueError if the processes see different checkpoints."""
-    step = torch.tensor([0.0 if resumed is None else resumed.step], device=processes.device)
-    if processes.max(step) != -processes.max(-step):
+    steps = processes.gather_objects([0 if resumed is None else resumed.step])
+    if len(set(steps)) > 1:
         raise ValueError(
             "trainer.output_dir must be a folder that all processes share: they see different "
             "checkpoints"

@@ -7,9 +7,9 @@ import yaml
 
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.names import TOKEN_ENV
-from flowgrpo_rc.plugins import build, in_seconds, load_class
+from flowgrpo_rc.plugins import build, check_packages, in_seconds, load_class
 from flowgrpo_rc.rewards.base import Reward
-from flowgrpo_rc.rewards.http.client import check_packages, is_loopback, read_token
+from flowgrpo_rc.rewards.http.client import is_loopback, read_token
 from flowgrpo_rc.rewards.http.server import Door, limits, make_app
 from flowgrpo_rc.rewards.manager import PACKAGE
 

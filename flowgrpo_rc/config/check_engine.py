@@ -6,7 +6,6 @@ Nothing is loaded. `engine_of` and `engine_options` also serve whoever builds th
 import os
 import shutil
 import sysconfig
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import adapter_of
 from flowgrpo_rc.models.index import ABSENT, read_index
-from flowgrpo_rc.plugins import check_options, install_hint, load_class
+from flowgrpo_rc.plugins import check_options, check_packages, load_class
 from flowgrpo_rc.rollout.config import PACKAGE
 from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.rollout.engine import RolloutEngine
@@ -192,8 +191,7 @@ def _check_workers(config: Config, device: torch.device) -> None:
     rollout, processes = config.rollout, config.trainer.num_processes
     if rollout.workers == 0:
         return
-    if find_spec("ray") is None:
-        raise ValueError(f"rollout.workers={rollout.workers} needs Ray: {install_hint('ray')}")
+    check_packages(f"rollout.workers={rollout.workers}", ["ray"], "ray")
     if rollout.ray_address is not None:
         check_reachable(rollout.ray_address)
         return
@@ -205,11 +203,9 @@ def _check_workers(config: Config, device: torch.device) -> None:
 def _check_options_on(config: Config, device: torch.device) -> None:
     """Looks for the package that quantizes, and has the engine check options, model and device."""
     engine, quantization = engine_of(config), config.rollout.quantization
-    if quantization is not None and find_spec(engine.quantizations[quantization]) is None:
-        raise ValueError(
-            f"rollout.quantization={quantization} needs {engine.quantizations[quantization]}: "
-            f"{install_hint('quantization')}"
-        )
+    if quantization is not None:
+        package = engine.quantizations[quantization]
+        check_packages(f"rollout.quantization={quantization}", [package], "quantization")
     pipeline_class = ""
     absent: list[str] = []
     if config.model.kind == "diffusion":

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from flowgrpo_rc import assets
@@ -17,7 +16,7 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.causal_lm import check_context, load_tokenizer, shown_tokens, token_ids
 from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.pictures import name_of, picture_size
-from flowgrpo_rc.plugins import install_hint
+from flowgrpo_rc.plugins import check_packages
 from flowgrpo_rc.rewards.base import prompt_name
 from flowgrpo_rc.rewards.manager import requires_target
 
@@ -33,12 +32,8 @@ def check_images(config: Config, model: FlowModel, prompts: Prompts) -> None:
     """Checks that the model's packages are there and that it takes images of the prompts' sizes."""
     if not isinstance(model, EditingModel):
         return
-    for package in model.packages:
-        if find_spec(package) is None:
-            raise ValueError(
-                f"model.path={config.model.path}: a {model.pipeline_class} needs {package}: "
-                f"{install_hint('editing')}"
-            )
+    what = f"model.path={config.model.path}: a {model.pipeline_class}"
+    check_packages(what, model.packages, "editing")
     for read, _, where in _asked(config, prompts):
         for prompt in read:
             for image in prompt.images:

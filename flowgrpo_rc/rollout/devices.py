@@ -29,16 +29,11 @@ def visible_device(device: torch.device) -> str:
 
 
 @contextmanager
-def showing(gpus: str | None) -> Iterator[None]:
-    """Lets processes that are started inside the context see these GPUs alone; None for all."""
-    # This process has found its own, and keeps it.
-    with changed({} if gpus is None else {VARIABLE: gpus}):
-        yield
-
-
-@contextmanager
 def changed(variables: Mapping[str, str]) -> Iterator[None]:
-    """Gives processes that are started inside the context other variables."""
+    """Gives processes that are started inside the context other variables.
+
+    This one has found its GPUs, and keeps them.
+    """
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:

@@ -21,7 +21,7 @@ from flowgrpo_rc.libraries import allocator_for_vllm
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.models.lora_files import peft_files
 from flowgrpo_rc.plugins import install_hint
-from flowgrpo_rc.rollout.devices import changed, showing, visible_device
+from flowgrpo_rc.rollout.devices import VARIABLE, changed, visible_device
 from flowgrpo_rc.rollout.engine import (
     EngineError,
     RolloutChunk,
@@ -85,8 +85,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._version = 0
         # vLLM's process takes the first GPU that it sees, unless it is to use several.
         alone = model.device.type == "cuda" and tensor_parallel_size == 1
-        gpus = visible_device(model.device) if alone else None
-        with showing(gpus), changed(allocator_for_vllm(os.environ)):
+        gpus = {VARIABLE: visible_device(model.device)} if alone else {}
+        with changed(gpus | allocator_for_vllm(os.environ)):
             self._llm = vllm.LLM(
                 model=network.name_or_path,
                 dtype=DTYPES[dtype],

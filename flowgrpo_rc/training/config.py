@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 
 from flowgrpo_rc.core.advantages import ESTIMATORS
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
-from flowgrpo_rc.plugins import check_choice, check_least, install_hint
+from flowgrpo_rc.plugins import check_choice, check_least, check_packages
 
 OLD_LOG_PROBS = ("auto", "recompute")
 REPLAYS = ("any", "aligned")
@@ -90,10 +89,8 @@ class OptimConfig:
         """Raises ValueError for a wrong setting."""
         check_choice("actor.optim.name", self.name, OPTIMIZERS)
         check_choice("actor.optim.lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
-        if self.name == "adamw_8bit" and find_spec("torchao") is None:
-            raise ValueError(
-                f"actor.optim.name=adamw_8bit needs torchao: {install_hint('quantization')}"
-            )
+        if self.name == "adamw_8bit":
+            check_packages("actor.optim.name=adamw_8bit", ["torchao"], "quantization")
         for name in ("lr", "clip_grad"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"actor.optim.{name}={getattr(self, name)}: give a number above 0")

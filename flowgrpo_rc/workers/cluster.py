@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.rollout.devices import showing, visible_gpus
+from flowgrpo_rc.rollout.devices import VARIABLE, changed, visible_gpus
 from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
 
 _SETTINGS = {
@@ -155,7 +155,8 @@ def start_or_join(address: str | None, num_cpus: int, gpus: str | None) -> Clust
     # Others may write to the folder that Ray would make, and sockets want short paths.
     folder = tempfile.mkdtemp(prefix="ray_", dir="/tmp")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with showing(gpus):  # Ray's processes take the environment over
+    # Ray's processes take the environment over.
+    with changed({} if gpus is None else {VARIABLE: gpus}):
         cluster = _connected(
             "local", namespace, num_cpus=num_cpus, include_dashboard=False, _temp_dir=folder
         )

@@ -23,12 +23,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from flowgrpo_rc.plugins import install_hint
+from flowgrpo_rc.plugins import check_packages
 
 if TYPE_CHECKING:
     import httpx2
@@ -265,12 +264,6 @@ class _Lookups(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=cancel_futures)
-
-
-def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
-    """Raises ValueError if a package of an extra is missing; `what` needs it."""
-    if not all(find_spec(name) for name in packages):
-        raise ValueError(f"{what} needs {' and '.join(packages)}: {install_hint(extra)}")
 
 
 def is_loopback(host: str) -> bool:

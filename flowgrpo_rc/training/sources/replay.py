@@ -1,6 +1,7 @@
 """Trajectories that another run saved."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -18,28 +19,23 @@ from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
 
 
+@dataclass(eq=False)
 class ReplaySource(RolloutSource):
     """Repeats trajectories that another run saved, with the log-probs of their own policy."""
 
-    def __init__(
-        self,
-        folder: Path,
-        task: Task,
-        processes: Processes,
-        config: RolloutConfig,
-        *,
-        samples: int,
-        terms: Collection[str] = (),
-    ) -> None:
+    folder: Path
+    task: Task
+    processes: Processes
+    config: RolloutConfig
+    _: KW_ONLY
+    samples: int
+    terms: Collection[str]
+
+    def __post_init__(self) -> None:
         """Checks the files of a run (or its rollouts/). ValueError if they do not fit this one."""
-        self._terms = terms
-        self._task = task
-        self._processes = processes
-        self._paths = replay_files(folder, processes.rank, processes.count)
-        self._samples = samples
-        self._n = config.n
-        wanted = task.request(PromptBatch(step=1, prompts=[], slots=[]), []).spec
-        check_headers(self._paths, wanted, task.origin())
+        self._paths = replay_files(self.folder, self.processes.rank, self.processes.count)
+        wanted = self.task.request(PromptBatch(step=1, prompts=[], slots=[]), []).spec
+        check_headers(self._paths, wanted, self.task.origin())
         self._read(self._paths[0])
 
     def collect(self, step: int) -> Collected:
@@ -54,9 +50,9 @@ class ReplaySource(RolloutSource):
         """Does nothing: no resource is held."""
 
     def _read(self, path: Path) -> tuple[Batch, Rewards]:
-        batch, rewards, _ = load_rollout(path, self._processes.device)
-        self._task.check_rollout(batch)
+        batch, rewards, _ = load_rollout(path, self.processes.device)
+        self.task.check_rollout(batch)
         check_contents(
-            path, batch, rewards, samples=self._samples, group_size=self._n, terms=self._terms
+            path, batch, rewards, samples=self.samples, group_size=self.config.n, terms=self.terms
         )
         return batch, rewards
