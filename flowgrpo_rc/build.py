@@ -269,19 +269,16 @@ def make_task(config: Config, processes: Processes) -> Task:
     checkpointing, seed = config.model.gradient_checkpointing, config.trainer.seed
     rollout, tf32 = config.rollout, config.trainer.tf32
     autocast = processes.accelerator.autocast
-    if config.model.kind == "causal_lm":
-        with processes.in_turn():
-            language = load_causal_lm(config.model, processes.device)
-        network = add_lora(language, config.model, seed)
-        tokens = TokenPolicy(
-            language, network, autocast=autocast, checkpoint_gradients=checkpointing
-        )
-        return TextTask(language, tokens, rollout, tf32=tf32)
+    text = config.model.kind == "causal_lm"
+    load: Any = load_causal_lm if text else load_model
     with processes.in_turn():
-        model = load_model(config.model, processes.device)
+        model = load(config.model, processes.device)
+    network = add_lora(model, config.model, seed)
+    if text:
+        tokens = TokenPolicy(model, network, autocast=autocast, checkpoint_gradients=checkpointing)
+        return TextTask(model, tokens, rollout, tf32=tf32)
     if config.model.prompt_cache is not None:
         model.prompt_cache = make_prompt_cache(config, model, processes)
-    network = add_lora(model, config.model, seed)
     if checkpointing:
         for part in transformers(network).values():
             part.enable_gradient_checkpointing()

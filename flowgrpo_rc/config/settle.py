@@ -45,9 +45,6 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
         at_once = earlier.model.decode_batch_size if earlier else _decoded_at_once(config, device)
         config = replace(config, model=replace(config.model, decode_batch_size=at_once))
     rollout, correction = config.rollout, config.algorithm.rollout_correction
-    known = AUTO not in (rollout.dtype, rollout.compile)
-    if known and None not in (rollout.merge_lora, correction.centered):
-        return config
     if rollout.compile == AUTO and earlier:
         rollout = replace(rollout, compile=earlier.rollout.compile)
     if rollout.dtype == AUTO:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from support.runs import NAMES
 from transformers import AutoModelForCausalLM
 
+from flowgrpo_rc import plugins
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import train
 from flowgrpo_rc.config import check_engine
@@ -30,7 +31,6 @@ from flowgrpo_rc.records import run_folder
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.rollout import vllm_engine, vllm_omni_engine
-from flowgrpo_rc.training import config as training_config
 
 RC = "algorithm.rollout_correction"
 FILTER = "algorithm.filter_groups"
@@ -321,7 +321,7 @@ def test_texts(ask: Ask, further: str, words: str) -> None:
 def test_what_is_not_installed(
     ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch, further: str, words: str
 ) -> None:
-    for module in (check_engine, training_config, vllm_engine, vllm_omni_engine):
+    for module in (plugins, vllm_engine, vllm_omni_engine):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
     refused(ask, [*(TEXT if further.endswith("=vllm") else overrides), further], words)

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.batch import Prompt
@@ -59,6 +59,7 @@ class _Unreadable(ValueError):
     """An answer holds no number of the form that was asked for."""
 
 
+@dataclass(eq=False)
 class Judge:
     """Asks a model a question of its own about each prompt, whose answer is a number.
 
@@ -72,30 +73,24 @@ class Judge:
       attempts: how often a question is asked at most, if its answer cannot be read.
     """
 
-    def __init__(
-        self,
-        vlm: Vlm,
-        question: str,
-        known: Sequence[str],
-        *,
-        parse: str,
-        low: float,
-        high: float,
-        attempts: int,
-    ) -> None:
-        for name in _PLACE.findall(question):
-            if name not in known:
-                allowed = ", ".join(f"{{{one}}}" for one in known)
+    vlm: Vlm
+    question: str
+    known: Sequence[str]
+    _: KW_ONLY
+    parse: str
+    low: float
+    high: float
+    attempts: int
+
+    def __post_init__(self) -> None:
+        for name in _PLACE.findall(self.question):
+            if name not in self.known:
+                allowed = ", ".join(f"{{{one}}}" for one in self.known)
                 raise ValueError(f"question: {{{name}}} is unknown; allowed are {allowed}")
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError(f"low={low!r} and high={high!r}: low must be below high")
-        check_at_least_one(attempts=attempts)
-        self._vlm = vlm
-        self._question = question
-        self._low = low
-        self._high = high
-        self._attempts = attempts
-        self._read, form = _reader(parse, low, high)
+        if not -math.inf < self.low < self.high < math.inf:
+            raise ValueError(f"low={self.low!r} and high={self.high!r}: low must be below high")
+        check_at_least_one(attempts=self.attempts)
+        self._read, form = _reader(self.parse, self.low, self.high)
         self._reply = f"That could not be read. Answer with {form} and nothing else."
 
     def text(self, prompt: Prompt) -> str:
@@ -103,10 +98,10 @@ class Judge:
         values = {
             "prompt": prompt.text,
             "target": prompt.target or "",
-            "low": f"{self._low:g}",
-            "high": f"{self._high:g}",
+            "low": f"{self.low:g}",
+            "high": f"{self.high:g}",
         }
-        return _PLACE.sub(lambda found: values[found[1]], self._question)
+        return _PLACE.sub(lambda found: values[found[1]], self.question)
 
     def ask(self, questions: Sequence[Question]) -> list[Verdict]:
         """Asks N questions, and again those whose answers cannot be read.
@@ -115,8 +110,8 @@ class Judge:
         """
         verdicts = [Verdict(math.nan, 0)] * len(questions)
         current = dict(enumerate(questions))
-        for repeats in range(self._attempts):
-            answers = self._vlm.answer(list(current.values()))
+        for repeats in range(self.attempts):
+            answers = self.vlm.answer(list(current.values()))
             unreadable = {}
             for (index, question), answer in zip(list(current.items()), answers, strict=True):
                 verdicts[index] = self._judge(answer, repeats)
@@ -135,10 +130,10 @@ class Judge:
             return Verdict(math.nan, repeats, "the answer was cut at max_tokens; raise it")
         try:
             number = self._read(answer.text[-LONGEST_ANSWER:])
-            if not self._low <= number <= self._high:
-                raise _Unreadable(f"not between low={self._low:g} and high={self._high:g}")
+            if not self.low <= number <= self.high:
+                raise _Unreadable(f"not between low={self.low:g} and high={self.high:g}")
         except _Unreadable as error:
-            return Verdict(math.nan, repeats, f"{error}: {self._vlm.quote(answer.text)}")
+            return Verdict(math.nan, repeats, f"{error}: {self.vlm.quote(answer.text)}")
         return Verdict(number, repeats)
 
 
