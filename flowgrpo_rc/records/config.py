@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from flowgrpo_rc.distributed.sharding import STRATEGIES
+from flowgrpo_rc.plugins import check_choice, check_least
 from flowgrpo_rc.records.trackers import validate_loggers
 
 AUTO = "auto"
@@ -102,9 +103,9 @@ class TrainerConfig:
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
         for name, allowed in _CHOICES.items():
-            self._check(name, getattr(self, name) in allowed, f"allowed are {', '.join(allowed)}")
+            check_choice(f"trainer.{name}", getattr(self, name), allowed)
         for name, least in _LEAST.items():
-            self._check(name, getattr(self, name) >= least, f"give at least {least}")
+            check_least(f"trainer.{name}", getattr(self, name), least)
         number, seconds = self.num_processes, "give a number of seconds above 0"
         some = number == AUTO or (isinstance(number, int) and number >= 1)
         self._check("num_processes", some, f"give {AUTO}, or a number of at least 1")

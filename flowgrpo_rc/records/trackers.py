@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.plugins import check_choice
 from flowgrpo_rc.records.run_folder import flat_settings
 from flowgrpo_rc.redaction import redact
 
@@ -43,10 +44,7 @@ _GIVES_ID: dict[str, Callable[[Any], str]] = {
 def validate_loggers(loggers: Sequence[str]) -> None:
     """Raises ValueError for a logger that does not exist or whose package is missing."""
     for name in loggers:
-        if name not in LOGGERS:
-            raise ValueError(
-                f"trainer.logger: {name!r} is unknown; allowed are {', '.join(LOGGERS)}"
-            )
+        check_choice("trainer.logger", name, LOGGERS)
         if name != "console" and importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"trainer.logger: {name!r} needs the package {name}, which is not installed: pip "

@@ -22,7 +22,7 @@ from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers, validate_
 
 def test_which_loggers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     validate_loggers(["console", "wandb", "tensorboard"])
-    with pytest.raises(ValueError, match="'wandbb' is unknown; allowed are console, wandb, tensor"):
+    with pytest.raises(ValueError, match="'wandbb': allowed are console, wandb, tensorboard, tra"):
         validate_loggers(["console", "wandbb"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     validate_loggers(["console"])
