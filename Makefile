@@ -71,8 +71,10 @@ check: lint test
 size:  ## lines of the package and tests by room and kind, words of the pages, tracked files
 	@$(PYTHON) tests/support/size.py
 
-benchmark: $(VENV)/.ready  ## time of a training step over the bare calls that it needs
-	$(BIN)/python examples/benchmarks/benchmark_overhead.py $(ARGS)
+benchmark: $(VENV)/.ready  ## time of an iteration, with PEER=CHECKOUT over that of flow_grpo, and of a step over its bare calls
+	PYTHONPATH=examples/studies $(BIN)/python examples/benchmarks/time_to_reward.py --clock jobs \
+		$(if $(PEER),--peer flow_grpo=$(PEER)) --results outputs/benchmark $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/benchmarks/benchmark_overhead.py
 
 benchmark-correction: $(VENV)/.ready  ## time, memory and host transfers of the correction beside verl 0.9.1 from PyPI
 	$(BIN)/python examples/benchmarks/benchmark_correction.py --install $(ARGS)

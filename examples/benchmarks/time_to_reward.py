@@ -1,8 +1,8 @@
 """Time to reward: how many seconds of training a configuration needs for a held-out reward.
 
-    PYTHONPATH=examples/studies python examples/benchmarks/time_to_reward.py [--arms shipped ...]
-        [--seeds 3] [--steps N] [--workers 1] [--peer flow_grpo=CHECKOUT] [--clock] [--quick]
-        [--results FOLDER]
+    PYTHONPATH=examples/studies python examples/benchmarks/time_to_reward.py [--arms bundled ...]
+        [--seeds 8] [--steps 50] [--workers 1] [--peer flow_grpo=CHECKOUT]
+        [--clock jobs|settings [--rounds 3]] [--quick] [--results FOLDER]
 
 An arm is a list of overrides of the bundled job, configs/tiny_ocr.yaml. The arms are in
 examples/studies/time_to_reward_arms.py. With --peer, the training scripts of another project run on
@@ -15,14 +15,13 @@ the same model, words, reward and batch; time_to_reward_peer.py says how.
   to the end of the one before the snapshot. Loading the model is `setup_cpu_seconds`. Wall seconds
   are of the same interval. Both hold what a run writes, its checkpoints included.
 * The time to a reward is the iteration in which the line through the scores of the snapshots first
-  reaches it, times the seconds of an iteration. For these, `--clock` runs every arm for a few
-  iterations, one after the other in one go, and trains nothing to its end. So the runs may be made
-  on several machines, or on a busy one.
+  reaches it, times the seconds of an iteration. For these, `--clock` runs a few iterations of every
+  arm in turn, in several rounds, and trains nothing to its end. A ratio is the median of those of
+  the rounds. So the runs may be made on several machines, or on a busy one.
 
 All arms run with their first seed before any runs with its second. Each run leaves one file in
 FOLDER/time_to_reward. Runs that have their file are skipped, so the same command goes on after an
-interruption. --steps changes the length of every run; a learning rate that falls to the end of the
-run then falls faster.
+interruption.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cells import PLAIN_JOB, RESULTS, make_missing, save
-from time_to_reward_arms import ARMS, PEER_ARMS, REPEATS, STUDY, clock_name, settings
+from cells import PLAIN_JOB, RESULTS, load, make_missing, save
+from time_to_reward_arms import ARMS, GOES, OURS, PEER_ARMS, REPEATS, STUDY, settings
+from time_to_reward_tables import GO_TABLES
 from time_to_reward_watch import Reading, Watched, watch
-
-from flowgrpo_rc.config.compose import compose_config, to_config
 
 HERE = Path(__file__).parent
 EVERY = 10  # iterations between two snapshots
@@ -152,37 +151,26 @@ def measure(run: Run, plan: Plan) -> None:
     save(STUDY, run.name, about | summary(watched, scored), plan.results)
 
 
-def clock(arms: Sequence[str], plan: Plan) -> None:
+def clock(go: str, arms: Sequence[str], rounds: int, plan: Plan) -> None:
     """Measures the seconds of an iteration of every arm, and keeps them when all are measured.
 
-    An arm that samples ahead has as many iterations more as it is ahead: in the last ones nothing
-    is left to sample.
-
     Args:
-      arms: the arms, in the order in which they run.
+      go: the name under which they are kept.
+      arms: the arms; in each round they run in this order.
+      rounds: how often each arm runs.
       plan: what all runs share.
     """
-    found = {}
-    for arm in arms:
-        print(arm, flush=True)
-        longer = plan._replace(steps=plan.steps + staleness(arm))
+    found: dict[str, dict[str, list[float]]] = {arm: defaultdict(list) for arm in arms}
+    for number, arm in itertools.product(range(1, 1 + rounds), arms):
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "run"
-            command = Run(arm, 1).command(longer, root)
+            command = Run(arm, number).command(plan, root)
             watched = watch(command, root / "metrics.jsonl", environment())
-        counted = watched.readings[min(WARM, plan.steps - 1) : plan.steps + 1]
-        found[arm] = {
-            "arm": arm,
-            **iteration_seconds(counted),
-            "peak_memory_gib": watched.peak_memory_gib,
-        }
-    for arm, seconds in found.items():
-        save(STUDY, clock_name(arm), seconds, plan.results)
-
-
-def staleness(arm: str) -> int:
-    """Returns by how many iterations an arm samples ahead."""
-    return to_config(compose_config(ARMS.get(arm, ())), num_processes=1).rollout.staleness
+        seconds = iteration_seconds(watched.readings[min(WARM, plan.steps - 1) :])
+        for name, value in {**seconds, "peak_memory_gib": watched.peak_memory_gib}.items():
+            found[arm][name].append(value)
+        print(f"round {number}, {arm}: {seconds['iteration_cpu_seconds']:.2f} CPU s", flush=True)
+    save(STUDY, go, {"rounds": rounds, "arms": found}, plan.results)
 
 
 def environment() -> dict[str, str]:
@@ -235,24 +223,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arms", nargs="+", choices=(*ARMS, *PEER_ARMS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="the bundled job's own, if not given")
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=CHECKOUT")
-    parser.add_argument("--clock", action="store_true")
+    parser.add_argument("--clock", choices=GOES)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     if given.quick and given.results == RESULTS:
         parser.error("--quick needs a folder of its own: give --results")
     checkouts = {name: Path(path) for name, _, path in (one.partition("=") for one in given.peer)}
-    possible = [*ARMS, *(arm for arm, peer in PEER_ARMS.items() if peer.project in checkouts)]
-    arms = given.arms or [arm for arm in possible if given.clock or arm not in REPEATS]
-    if missing := [arm for arm in arms if arm not in possible]:
-        parser.error(f"{', '.join(missing)} needs --peer {PEER_ARMS[missing[0]].project}=CHECKOUT")
-    steps = given.steps or compose_config([]).trainer.total_training_steps
+    projects = {arm: peer.project for arm, peer in PEER_ARMS.items()}
+    missing = [arm for arm in given.arms or () if projects.get(arm, "") not in {"", *checkouts}]
+    if missing:
+        parser.error(f"{', '.join(missing)} needs --peer {projects[missing[0]]}=CHECKOUT")
+    arms = given.arms or [
+        arm
+        for arm in (GOES[given.clock] if given.clock else (*OURS, *PEER_ARMS))
+        if projects.get(arm, "") in {"", *checkouts} and (given.clock or arm not in REPEATS)
+    ]
     plan = Plan(
-        steps=QUICK_STEPS if given.quick else WARM + CLOCKED if given.clock else steps,
+        steps=QUICK_STEPS if given.quick else WARM + CLOCKED if given.clock else given.steps,
         every=1 if given.quick else EVERY,
         held_out=8 if given.quick else HELD_OUT,
         overrides=QUICK if given.quick else (),
@@ -260,7 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results=given.results,
     )
     if given.clock:
-        clock(arms, plan)
+        clock(given.clock, arms, given.rounds, plan)
+        print(GO_TABLES[given.clock](load(STUDY, plan.results)))
         return
     seeds = range(1, 1 + (1 if given.quick else given.seeds))
     runs = [Run(arm, seed) for seed in seeds for arm in arms]

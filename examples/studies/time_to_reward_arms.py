@@ -5,54 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cells import EVERY_SAMPLE, OWN_NOISE, PLAIN_JOB, SEPARATE_LORA
+from cells import EVERY_SAMPLE, OWN_NOISE, SEPARATE_LORA
 
 STUDY = "time_to_reward"
-REFERENCE = "peer_flow_grpo_fast"  # what all seconds are divided by
-TARGETS = ("0.60", "0.65")  # held-out rewards
+REFERENCE = "flow_grpo_fast"  # what all seconds are divided by
+TARGET = 0.60  # held-out reward
 
-RC = "algorithm.rollout_correction"
 # As in the scripts of flow_grpo. The learning rate of the bundled job falls to the end of a run.
 CONSTANT = ("actor.optim.lr_scheduler=constant",)
-# The bundled job as it was when its arms ran: it did not merge the LoRA.
-SHIPPED = (*CONSTANT, *SEPARATE_LORA)
-# The base of most other arms, in which groups are as in flow_grpo.
-BASE = (*CONSTANT, *PLAIN_JOB)
-WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
-SINGLE_STEPS = ("actor.steps_per_forward=1", "actor.ppo_micro_batch_size_per_gpu=24")
-# The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32, and
-# nothing is rejected.
-FAST = (
-    *BASE,
-    *WHOLE_SCHEDULE,
-    *SINGLE_STEPS,
-    "rollout.dtype=fp32",
-    "rollout.micro_batch_size_per_gpu=24",
-    f"{RC}=bypass_ppo_clip",
-)
 
 # Overrides of the bundled job, configs/tiny_ocr.yaml.
-ARMS: Mapping[str, Sequence[str]] = {
-    "shipped": SHIPPED,
-    "shipped_2_processes": (*SHIPPED, "trainer.num_processes=2"),
-    "first_window": (*SHIPPED, "rollout.algo.sde_window_interval=50"),
-    "own_noise": (*SHIPPED, *OWN_NOISE),
-    "every_sample": (*SHIPPED, *EVERY_SAMPLE),
-    "base": BASE,
-    "fp32": (*BASE, "rollout.dtype=fp32"),
-    "whole_schedule": (*BASE, *WHOLE_SCHEDULE),
-    "merged_lora": (*CONSTANT, *EVERY_SAMPLE, *OWN_NOISE, "rollout.merge_lora=true"),
-    "single_steps": (*BASE, *SINGLE_STEPS),
-    "reuse": (*BASE, "rollout.reuse=1"),  # a key that is gone; see RETIRED
-    "ahead_1": (*BASE, "rollout.workers=1", "rollout.staleness=1"),
-    "ahead_4": (*BASE, "rollout.workers=1", "rollout.staleness=4"),
-    "window_2": (*BASE, "rollout.algo.sde_window_size=2"),
-    "flow_grpo_fast": FAST,
+OURS: Mapping[str, Sequence[str]] = {
+    "bundled": CONSTANT,
+    "bundled_2_processes": (*CONSTANT, "trainer.num_processes=2"),
 }
-
-# Arms whose results stay and whose settings are gone: `rollout.reuse=k` trained on the samples of
-# k earlier steps again, and brought nothing.
-RETIRED = ("reuse",)
+# The bundled job without one of its settings each. Only the clock measures these.
+WITHOUT: Mapping[str, Sequence[str]] = {
+    "rollout.algo.shared_prefix": OWN_NOISE,
+    "rollout.algo.tail_steps": ("rollout.algo.tail_steps=null",),
+    "actor.train_n": EVERY_SAMPLE,
+    "rollout.merge_lora": SEPARATE_LORA,
+    "rollout.dtype": ("rollout.dtype=fp32",),
+    "actor.steps_per_forward": ("actor.steps_per_forward=1",),
+    "reward.terms.ocr.batch_size": ("reward.terms.ocr.batch_size=1",),
+}
+ARMS = OURS | {key: (*CONSTANT, *overrides) for key, overrides in WITHOUT.items()}
 
 
 class PeerArm(NamedTuple):
@@ -71,27 +48,23 @@ class PeerArm(NamedTuple):
     processes: int = 1
 
 
+FAST = "scripts/train_sd3_fast.py"
 PEER_ARMS: Mapping[str, PeerArm] = {
-    "peer_flow_grpo_fast": PeerArm("flow_grpo", "scripts/train_sd3_fast.py"),
-    "peer_flow_grpo_fast_2_processes": PeerArm(
-        "flow_grpo", "scripts/train_sd3_fast.py", processes=2
-    ),
-    "peer_flow_grpo_fast_tight": PeerArm(
-        "flow_grpo", "scripts/train_sd3_fast.py", ("train.clip_range=1e-5",)
-    ),
-    "peer_flow_grpo_default": PeerArm("flow_grpo", "scripts/train_sd3.py", ("train.beta=0.04",)),
+    REFERENCE: PeerArm("flow_grpo", FAST),
+    "flow_grpo_fast_2_processes": PeerArm("flow_grpo", FAST, processes=2),
+    "flow_grpo_default": PeerArm("flow_grpo", "scripts/train_sd3.py", ("train.beta=0.04",)),
 }
 
 # Arms that only the clock measures -> the arm that learns the same in as many iterations.
 REPEATS: Mapping[str, str] = {
-    "shipped_2_processes": "shipped",
-    "peer_flow_grpo_fast_2_processes": "peer_flow_grpo_fast",
+    "bundled_2_processes": "bundled",
+    "flow_grpo_fast_2_processes": REFERENCE,
 }
-
-
-def clock_name(arm: str) -> str:
-    """Returns the name of the cell with the seconds of an arm's iteration."""
-    return f"clock_{arm}"
+# What is measured side by side in one go; its cell has the name of the go.
+GOES: Mapping[str, Sequence[str]] = {
+    "jobs": (*OURS, *PEER_ARMS),
+    "settings": ("bundled", *WITHOUT),
+}
 
 
 def settings(arm: str) -> list[str]:

@@ -15,17 +15,16 @@ from cells import Cell, load
 from learning_figures import INK, STYLE
 from matplotlib.figure import Figure
 from tables import DOCS
-from time_to_reward_arms import PEER_ARMS, REPEATS, STUDY, TARGETS
-from time_to_reward_tables import clock_of, runs_of
+from time_to_reward_arms import GOES, PEER_ARMS, REPEATS, STUDY, TARGET
+from time_to_reward_tables import clocked, runs_of
 
-# More lines could not be told apart.
-SHOWN = ("shipped", "base", *(arm for arm in PEER_ARMS if arm not in REPEATS))
+SHOWN = tuple(arm for arm in GOES["jobs"] if arm not in REPEATS)
 
 
 def draw(cells: Mapping[str, Cell], path: Path) -> None:
     """Draws the held-out reward against CPU seconds: a line for each arm, the mean of its seeds.
 
-    Seconds are iterations times the seconds of one, which were measured for all arms in one go.
+    Seconds are iterations times the median seconds of one, measured for all arms in one go.
 
     Args:
       cells: the results; all runs of an arm have the same iterations.
@@ -34,12 +33,12 @@ def draw(cells: Mapping[str, Cell], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         axes = figure.subplots()
-        for target in TARGETS:
-            axes.axhline(float(target), color=INK, linewidth=0.7, linestyle=":")
+        axes.axhline(TARGET, color=INK, linewidth=0.7, linestyle=":")
         for number, arm in enumerate(SHOWN):
-            runs, iteration = runs_of(cells, arm), clock_of(cells, arm, "cpu")
-            if runs and iteration is not None:
-                seconds = [iteration * step for step in runs[0]["steps"]]
+            runs = runs_of(cells, arm)
+            measured = clocked(cells, "jobs", arm).get("iteration_cpu_seconds")
+            if runs and measured:
+                seconds = [statistics.median(measured) * step for step in runs[0]["steps"]]
                 curves = zip(*(run["reward"] for run in runs), strict=True)
                 rewards = [statistics.mean(values) for values in curves]
                 dashes = "--" if arm in PEER_ARMS else "-"

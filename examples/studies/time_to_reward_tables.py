@@ -1,7 +1,8 @@
 """The tables and numbers of docs/performance.md.
 
-Seconds are ratios to the reference: the median over the seeds of an arm of the iterations to a
-reward, times the seconds of one of its iterations, which were measured for all arms in one go.
+Seconds are ratios to the reference. The ratio of two arms' iterations is the median of those of the
+rounds in which both ran. The time to a reward is that, times the median over the seeds of the
+iterations to the reward.
 """
 
 from __future__ import annotations
@@ -9,50 +10,53 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from functools import partial
+from typing import Any
 
 from cells import Cell
 from tables import markdown
-from time_to_reward_arms import (
-    ARMS,
-    PEER_ARMS,
-    REFERENCE,
-    REPEATS,
-    TARGETS,
-    clock_name,
-    settings,
-)
+from time_to_reward_arms import GOES, REFERENCE, REPEATS, TARGET, WITHOUT
 from time_to_reward_arms import STUDY as STUDY
 
-COMMON = 50  # iterations that every run has
 MISSING = "-"
 NEVER = "not reached"
 CLOCKS = {"cpu": "CPU", "wall": "clock"}
 
+Cells = Mapping[str, Cell]
 
-def runs_of(cells: Mapping[str, Cell], arm: str) -> list[Cell]:
+
+def runs_of(cells: Cells, arm: str) -> list[Cell]:
     """Returns the runs of an arm, or those of the arm that it repeats."""
     return [cell for cell in runs_in(cells) if cell["arm"] == REPEATS.get(arm, arm)]
 
 
-def runs_in(cells: Mapping[str, Cell]) -> list[Cell]:
+def runs_in(cells: Cells) -> list[Cell]:
     """Returns all runs."""
     return [cell for cell in cells.values() if "seed" in cell]
 
 
-def clock_of(cells: Mapping[str, Cell], arm: str, clock: str) -> float | None:
-    """Returns the seconds of an arm's iteration, measured beside all others; None if it was not.
+def clocked(cells: Cells, go: str, arm: str) -> dict[str, Any]:
+    """Returns what a go has measured of an arm, a value for each round; empty if it has not."""
+    return dict(cells.get(go, {}).get("arms", {}).get(arm, {}))
+
+
+def iteration_ratio(cells: Cells, go: str, arm: str, base: str, clock: str) -> float | None:
+    """Returns the seconds of an arm's iteration over those of another; None if one is missing.
 
     Args:
       cells: the results.
+      go: in which both ran.
       arm: the arm.
+      base: the other.
       clock: `cpu` or `wall`.
     """
-    cell = cells.get(clock_name(arm))
-    return cell and cell[f"iteration_{clock}_seconds"]
+    name = f"iteration_{clock}_seconds"
+    pairs = [clocked(cells, go, one).get(name) for one in (arm, base)]
+    if None in pairs:
+        return None
+    return statistics.median(own / other for own, other in zip(*pairs, strict=True))
 
 
-def reached(run: Cell, target: str) -> float:
+def reached(run: Cell, target: float = TARGET) -> float:
     """Returns the iteration in which a run first has a reward, infinite if it never does.
 
     The rewards between two snapshots are taken to lie on a line.
@@ -61,165 +65,110 @@ def reached(run: Cell, target: str) -> float:
       run: a run.
       target: the reward.
     """
-    steps, rewards, wanted = run["steps"], run["reward"], float(target)
-    if rewards[0] >= wanted:
+    steps, rewards = run["steps"], run["reward"]
+    if rewards[0] >= target:
         return steps[0]
     for i in range(1, len(rewards)):
-        if rewards[i] >= wanted:
-            share = (wanted - rewards[i - 1]) / (rewards[i] - rewards[i - 1])
+        if rewards[i] >= target:
+            share = (target - rewards[i - 1]) / (rewards[i] - rewards[i - 1])
             return steps[i - 1] + share * (steps[i] - steps[i - 1])
     return math.inf
 
 
-def iterations_to(cells: Mapping[str, Cell], arm: str, target: str) -> float | None:
-    """Returns the median over an arm's runs of the iteration that reaches a reward."""
+def iterations_to(cells: Cells, arm: str) -> float | None:
+    """Returns the median over an arm's runs of the iteration that reaches the target."""
     runs = runs_of(cells, arm)
-    return statistics.median(reached(run, target) for run in runs) if runs else None
+    return statistics.median(map(reached, runs)) if runs else None
 
 
-def relative(own: float | None, reference: float | None, most: float | None = None) -> str:
-    """Divides a quantity of an arm by that of the reference.
-
-    Args:
-      own: of the arm; infinite if it was not reached, None if it was not measured.
-      reference: of the reference.
-      most: what the reference has spent without reaching it.
-
-    Returns:
-      The text of a table's cell. Where only the reference was not reached, it is a bound.
-    """
-    if own is None or reference is None:
+def told(value: float | None, digits: int = 2) -> str:
+    """Returns a number as a cell of a table; None was not measured, infinity not reached."""
+    if value is None:
         return MISSING
-    if math.isinf(own):
-        return NEVER
-    if math.isinf(reference):
-        return MISSING if most is None else f"below {own / most:.2f}"
-    return f"{own / reference:.2f}"
+    return NEVER if math.isinf(value) else f"{value:.{digits}f}"
 
 
-def seconds_to(
-    cells: Mapping[str, Cell], arm: str, target: str, clock: str
-) -> tuple[float | None, float | None]:
-    """Returns the seconds to a reward, and those of a whole run.
-
-    Args:
-      cells: the results.
-      arm: the arm.
-      target: the reward.
-      clock: `cpu` or `wall`.
-    """
-    iteration, iterations = clock_of(cells, arm, clock), iterations_to(cells, arm, target)
-    if iteration is None or iterations is None:
-        return None, None
-    return iteration * iterations, iteration * runs_of(cells, arm)[0]["iterations"]
+def time_to(cells: Cells, arm: str, clock: str) -> float | None:
+    """Returns the time to the target over that of the reference."""
+    ratio = iteration_ratio(cells, "jobs", arm, REFERENCE, clock)
+    own, reference = iterations_to(cells, arm), iterations_to(cells, REFERENCE)
+    if ratio is None or own is None or reference is None:
+        return None
+    return ratio * own / reference
 
 
-def ratio_to(cells: Mapping[str, Cell], arm: str, base: str, target: str, clock: str) -> str:
-    """Returns the seconds to a reward, divided by those of another arm."""
-    own, _ = seconds_to(cells, arm, target, clock)
-    reference, whole = seconds_to(cells, base, target, clock)
-    return relative(own, reference, whole)
+def seeds(cells: Cells, arm: str) -> str:
+    """Returns the median of the iterations to the target, their range, and how many got there."""
+    found = sorted(map(reached, runs_of(cells, arm)))
+    there = [value for value in found if not math.isinf(value)]
+    if not there:
+        return NEVER if found else MISSING
+    told_range = f"{there[0]:.0f} to {there[-1]:.0f}"
+    return f"{told(statistics.median(found), 0)} ({told_range}; {len(there)} of {len(found)})"
 
 
-def ratios(cells: Mapping[str, Cell]) -> str:
-    """Makes the table of what sets the arms apart, and of their seconds and rewards."""
+def jobs(cells: Cells) -> str:
+    """Makes the table of the jobs: the cost of an iteration, and the time to the target."""
     rows = []
-    for arm in (*ARMS, *PEER_ARMS):
-        clocks = [
-            relative(clock_of(cells, arm, clock), clock_of(cells, REFERENCE, clock))
-            for clock in CLOCKS
-        ]
-        times = [
-            ratio_to(cells, arm, REFERENCE, target, clock) for clock in CLOCKS for target in TARGETS
-        ]
-        rows.append([f"`{arm}`", changes(arm), mean_reward(cells, arm), *clocks, *times])
-    columns = [
-        f"reward after {COMMON}",
-        *(f"iteration, {CLOCKS[clock]}" for clock in CLOCKS),
-        *(f"{CLOCKS[clock]} to {target}" for clock in CLOCKS for target in TARGETS),
-    ]
-    return markdown(["arm", "what it is", *columns], rows)
-
-
-def changes(arm: str) -> str:
-    """Returns what sets an arm apart from the arm that it builds on."""
-    found = settings(arm)
-    for base in ("base", "shipped"):
-        rest = [one for one in found if one not in settings(base)]
-        if arm != base and set(settings(base)) <= set(found):
-            return f"`{base}`, {' '.join(f'`{one}`' for one in rest)}"
-    return {
-        "shipped": "the bundled job with a separate LoRA and a constant rate",
-        "merged_lora": "`base`, `rollout.merge_lora=true`",
-    }.get(arm) or " ".join(f"`{one}`" for one in found)
-
-
-def rewards_after(cells: Mapping[str, Cell], arm: str, iterations: int = COMMON) -> list[float]:
-    """Returns the reward of each run of an arm after so many iterations, which all runs have."""
-    return [run["reward"][run["steps"].index(iterations)] for run in runs_of(cells, arm)]
-
-
-def mean_reward(cells: Mapping[str, Cell], arm: str) -> str:
-    """Returns the mean of these rewards."""
-    found = rewards_after(cells, arm)
-    return f"{statistics.mean(found):.3f}" if found else MISSING
-
-
-def level(cells: Mapping[str, Cell], arm: str, other: str) -> bool:
-    """Returns whether two arms are no further apart than two seeds of one arm."""
-    found = [rewards_after(cells, one) for one in (arm, other)]
-    spread = max(max(rewards) - min(rewards) for rewards in found)
-    return abs(statistics.mean(found[0]) - statistics.mean(found[1])) <= spread
-
-
-def faster(cells: Mapping[str, Cell], arm: str, other: str, ratio: float) -> bool:
-    """Returns whether an iteration takes an arm at most this share of another's CPU seconds."""
-    own, reference = clock_of(cells, arm, "cpu"), clock_of(cells, other, "cpu")
-    return own is not None and reference is not None and own <= ratio * reference
-
-
-def each_reward(cells: Mapping[str, Cell], arm: str) -> str:
-    """Lists the reward of each run of an arm after the common number of iterations."""
-    return ", ".join(f"{reward:.3f}" for reward in rewards_after(cells, arm)) or MISSING
-
-
-ENTRIES = {
-    "time_to_reward": ratios,
-    "time_to_reward_runs": lambda cells: str(len(runs_in(cells))),
-}
-for _name, _base in (
-    ("published_clip", "peer_flow_grpo_fast_tight"),
-    ("default_script", "peer_flow_grpo_default"),
-):
-    ENTRIES[f"time_to_60_of_{_name}"] = partial(
-        ratio_to, arm="shipped", base=_base, target="0.60", clock="cpu"
-    )
-for _target in TARGETS:
-    for _clock in CLOCKS:
-        ENTRIES[f"{_clock}_to_{_target[-2:]}_of_shipped"] = partial(
-            ratio_to, arm="shipped", base=REFERENCE, target=_target, clock=_clock
+    for arm in GOES["jobs"]:
+        costs = [iteration_ratio(cells, "jobs", arm, REFERENCE, clock) for clock in CLOCKS]
+        memory = clocked(cells, "jobs", arm).get("peak_memory_gib")
+        times = [time_to(cells, arm, clock) for clock in CLOCKS]
+        rows.append(
+            [
+                f"`{arm}`",
+                *map(told, costs),
+                told(memory and statistics.median(memory)),
+                seeds(cells, arm),
+                *map(told, times),
+            ]
         )
-for _name, _arm in (
-    ("shipped", "shipped"),
-    ("base", "base"),
-    ("fast_script", REFERENCE),
-):
-    ENTRIES[f"rewards_of_{_name}"] = partial(each_reward, arm=_arm)
-CLAIMS: Mapping[str, Callable[[Mapping[str, Cell]], bool]] = {
-    "same_recipe_costs_the_same": lambda cells: (
-        faster(cells, "flow_grpo_fast", REFERENCE, 1.1)
-        and faster(cells, REFERENCE, "flow_grpo_fast", 1.1)
-    ),
-    "levers_keep_the_reward": lambda cells: all(
-        level(cells, "base", arm)
-        for arm in ("fp32", "whole_schedule", "merged_lora", "single_steps", "every_sample")
-    ),
-    "iterations_teach_as_much": lambda cells: all(
-        level(cells, arm, REFERENCE) for arm in ("shipped", "base")
-    ),
-    "bundled_iteration_is_cheaper": lambda cells: faster(cells, "shipped", REFERENCE, 0.7),
-    "tight_is_slower": lambda cells: (
-        (iterations_to(cells, "peer_flow_grpo_fast_tight", "0.60") or 0)
-        > (iterations_to(cells, REFERENCE, "0.60") or math.inf)
-    ),
+    columns = ["iteration, CPU", "iteration, clock", "memory, GiB", f"iterations to {TARGET:.2f}"]
+    return markdown(["job", *columns, *(f"{c} to {TARGET:.2f}" for c in CLOCKS.values())], rows)
+
+
+def saved(cells: Cells) -> str:
+    """Makes the table of the settings: what each saves of an iteration without it."""
+    ratios = {key: iteration_ratio(cells, "settings", "bundled", key, "cpu") for key in WITHOUT}
+    order = sorted(ratios, key=lambda key: ratios[key] or 0.0)
+    values = {
+        key: MISSING if (one := ratios[key]) is None else f"{100 * (1 - one):.0f}%" for key in order
+    }
+    return markdown(["setting", "saves, CPU"], [[f"`{key}`", values[key]] for key in order])
+
+
+def rewards_after(cells: Cells, arm: str) -> list[float]:
+    """Returns the last reward of each run of an arm."""
+    return [run["reward"][-1] for run in runs_of(cells, arm)]
+
+
+def mean_reward(cells: Cells, arm: str) -> str:
+    """Returns the mean of the last rewards, with its standard error."""
+    found = rewards_after(cells, arm)
+    if len(found) < 2:
+        return MISSING
+    error = statistics.stdev(found) / math.sqrt(len(found))
+    return f"{statistics.mean(found):.3f} ± {error:.3f}"
+
+
+def teaches_as_much(cells: Cells) -> bool:
+    """Returns whether the last rewards of ours and of the reference are level.
+
+    Level is a difference of at most two standard errors.
+    """
+    ours, theirs = (rewards_after(cells, arm) for arm in ("bundled", REFERENCE))
+    error = math.hypot(
+        *(statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (ours, theirs))
+    )
+    return abs(statistics.mean(ours) - statistics.mean(theirs)) <= 2 * error
+
+
+GO_TABLES: Mapping[str, Callable[[Cells], str]] = {"jobs": jobs, "settings": saved}
+ENTRIES: Mapping[str, Callable[[Cells], str]] = {
+    "time_to_reward": jobs,
+    "saved_by_settings": saved,
+    "time_to_reward_runs": lambda cells: str(len(runs_in(cells))),
+    "reward_of_bundled": lambda cells: mean_reward(cells, "bundled"),
+    "reward_of_fast_script": lambda cells: mean_reward(cells, REFERENCE),
 }
+CLAIMS: Mapping[str, Callable[[Cells], bool]] = {"iterations_teach_as_much": teaches_as_much}

@@ -57,7 +57,6 @@ def arms() -> dict[str, list[str]]:
     found = {
         f"time_to_reward-{arm}": time_to_reward.Run(arm, 3).overrides(plan, Path("run"))
         for arm in time_to_reward_arms.ARMS
-        if arm not in time_to_reward_arms.RETIRED
     }
     for arm in (*algorithms.ARMS, *algorithms.QUANTIZED):
         found[f"algorithms-{arm}"] = algorithms.overrides(Run("fp32", arm, seed=1))
@@ -185,10 +184,6 @@ def curve(arm: str, *rewards: float, seed: int = 1) -> Cell:
     return {"arm": arm, "seed": seed, "steps": steps, "reward": [*rewards], "iterations": steps[-1]}
 
 
-def clock(arm: str, seconds: float) -> Cell:
-    return {"arm": arm, "iteration_cpu_seconds": seconds, "iteration_wall_seconds": 2 * seconds}
-
-
 @pytest.mark.parametrize(
     ("rewards", "iteration"),
     [((0.7, 0.5), 0), ((0.5, 0.7), 5), ((0.5, 0.5, 0.6), 20), ((0.5, 0.59), math.inf)],
@@ -196,24 +191,30 @@ def clock(arm: str, seconds: float) -> Cell:
 def test_a_reward_is_reached_on_the_line_between_two_snapshots(
     rewards: tuple[float, ...], iteration: float
 ) -> None:
-    found = time_to_reward_tables.reached(curve("one", *rewards), "0.60")
+    found = time_to_reward_tables.reached(curve("one", *rewards), 0.60)
     assert found == pytest.approx(iteration)
 
 
-def test_seconds_are_iterations_of_the_median_run_times_those_of_one() -> None:
+def clock(*cpu: float) -> dict[str, list[float]]:
+    wall = [2 * seconds for seconds in cpu]
+    return {"iteration_cpu_seconds": [*cpu], "iteration_wall_seconds": wall}
+
+
+def test_a_time_is_the_ratio_of_the_rounds_times_the_iterations_of_the_median_run():
     tables = time_to_reward_tables
+    arms = {"bundled": clock(1.0, 6.0, 3.0), tables.REFERENCE: clock(2.0, 8.0, 10.0)}
     cells = {
-        "a1": curve("ours", 0.50, 0.55, 0.65),
-        "a2": curve("ours", 0.50, 0.60, 0.60, seed=2),
-        "a3": curve("ours", 0.50, 0.50, 0.50, seed=3),
-        "b1": curve("theirs", 0.50, 0.50, 0.55),
-        "clock_ours": clock("ours", 3.0),
-        "clock_theirs": clock("theirs", 5.0),
+        "a1": curve("bundled", 0.50, 0.55, 0.65),
+        "a2": curve("bundled", 0.50, 0.60, 0.60, seed=2),
+        "a3": curve("bundled", 0.50, 0.50, 0.50, seed=3),
+        "b1": curve(tables.REFERENCE, 0.50, 0.50, 0.60),
+        "c1": curve("flow_grpo_default", 0.50, 0.50, 0.55),
+        "jobs": {"arms": arms | {"flow_grpo_default": clock(9.0, 9.0, 9.0)}},
     }
-    # Reached in iterations 15, 10 and never.
-    assert tables.seconds_to(cells, "ours", "0.60", "cpu") == (pytest.approx(45), 60)
-    assert tables.seconds_to(cells, "ours", "0.60", "wall") == (pytest.approx(90), 120)
-    assert tables.ratio_to(cells, "ours", "theirs", "0.60", "cpu") == "below 0.45"  # 45 of 100 s
-    assert tables.ratio_to(cells, "theirs", "ours", "0.60", "cpu") == tables.NEVER
-    assert tables.ratio_to(cells, "theirs", "ours", "0.55", "cpu") == "3.33"  # 100 s of 30
-    assert tables.ratio_to(cells, "ours", "nobody", "0.60", "cpu") == tables.MISSING
+    # The rounds say 0.5, 0.75 and 0.3; the target is reached in iterations 15, 10 and never.
+    assert tables.time_to(cells, "bundled", "cpu") == pytest.approx(0.5 * 15 / 20)
+    assert tables.seeds(cells, "bundled") == "15 (10 to 15; 2 of 3)"
+    assert tables.time_to(cells, "flow_grpo_default", "cpu") == math.inf
+    assert tables.seeds(cells, "flow_grpo_default") == tables.NEVER
+    assert tables.time_to(cells, "bundled_2_processes", "cpu") is None  # it was not timed
+    assert tables.told(None) == tables.MISSING

@@ -35,10 +35,23 @@ def test_the_benchmark_of_the_overhead_prints_its_ratio(
 
 
 def test_the_time_to_reward_is_measured(tmp_path: Path) -> None:
-    time_to_reward.main(["--quick", "--arms", "flow_grpo_fast", "--results", str(tmp_path)])
-    cell = load(time_to_reward.STUDY, tmp_path)["flow_grpo_fast_seed1"]
+    time_to_reward.main(["--quick", "--arms", "bundled", "--results", str(tmp_path)])
+    cell = load(time_to_reward.STUDY, tmp_path)["bundled_seed1"]
     assert cell["steps"] == [0, 1, 2]
     for clock in ("cpu", "wall"):
         seconds = cell[f"{clock}_seconds"]
         assert seconds[0] == 0 < seconds[1] < seconds[2]
     assert cell["setup_cpu_seconds"] > 0
+
+
+def test_an_iteration_is_timed_in_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["--quick", "--results", str(tmp_path), "--rounds", "2", "--clock", "settings"]
+    time_to_reward.main([*own, "--arms", "bundled", "rollout.dtype"])
+    cell = load(time_to_reward.STUDY, tmp_path)["settings"]
+    for arm in ("bundled", "rollout.dtype"):
+        for name in ("iteration_cpu_seconds", "iteration_wall_seconds", "peak_memory_gib"):
+            assert len(cell["arms"][arm][name]) == 2
+            assert min(cell["arms"][arm][name]) > 0
+    assert re.search(r"\|`rollout.dtype`\|-?\d+%\|", capsys.readouterr().out)
