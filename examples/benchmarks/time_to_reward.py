@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples/studies python examples/benchmarks/time_to_reward.py [--arms bundled ...]
         [--seeds 8] [--steps 50] [--workers 1] [--peer flow_grpo=CHECKOUT]
-        [--clock jobs|settings [--rounds 3]] [--quick] [--results FOLDER]
+        [--clock jobs|levers [--rounds 3]] [--quick] [--results FOLDER]
 
 An arm is a list of overrides of the bundled job, configs/tiny_ocr.yaml. The arms are in
 examples/studies/time_to_reward_arms.py. With --peer, the training scripts of another project run on

@@ -14,7 +14,7 @@ from typing import Any
 
 from cells import Cell
 from tables import markdown
-from time_to_reward_arms import GOES, REFERENCE, REPEATS, TARGET, WITHOUT
+from time_to_reward_arms import GOES, LEVERS, REFERENCE, REPEATS, TARGET
 from time_to_reward_arms import STUDY as STUDY
 
 MISSING = "-"
@@ -127,14 +127,19 @@ def jobs(cells: Cells) -> str:
     return markdown(["job", *columns, *(f"{c} to {TARGET:.2f}" for c in CLOCKS.values())], rows)
 
 
-def saved(cells: Cells) -> str:
-    """Makes the table of the settings: what each saves of an iteration without it."""
-    ratios = {key: iteration_ratio(cells, "settings", "bundled", key, "cpu") for key in WITHOUT}
-    order = sorted(ratios, key=lambda key: ratios[key] or 0.0)
-    values = {
-        key: MISSING if (one := ratios[key]) is None else f"{100 * (1 - one):.0f}%" for key in order
-    }
-    return markdown(["setting", "saves, CPU"], [[f"`{key}`", values[key]] for key in order])
+def levers(cells: Cells) -> str:
+    """Makes the table of the settings: what each saves of the iteration without it."""
+    ratios = {key: iteration_ratio(cells, "levers", "bundled", key, "cpu") for key in LEVERS}
+    rows = [
+        [
+            f"`{key}`",
+            MISSING if (one := ratios[key]) is None else f"{100 * (1 - one):.0f}%",
+            LEVERS[key].leaves_away,
+            LEVERS[key].changes,
+        ]
+        for key in sorted(ratios, key=lambda key: ratios[key] or 0.0)
+    ]
+    return markdown(["setting", "saves, CPU", "what it leaves away", "what changes"], rows)
 
 
 def rewards_after(cells: Cells, arm: str) -> list[float]:
@@ -163,10 +168,10 @@ def teaches_as_much(cells: Cells) -> bool:
     return abs(statistics.mean(ours) - statistics.mean(theirs)) <= 2 * error
 
 
-GO_TABLES: Mapping[str, Callable[[Cells], str]] = {"jobs": jobs, "settings": saved}
+GO_TABLES: Mapping[str, Callable[[Cells], str]] = {"jobs": jobs, "levers": levers}
 ENTRIES: Mapping[str, Callable[[Cells], str]] = {
     "time_to_reward": jobs,
-    "saved_by_settings": saved,
+    "saved_by_levers": levers,
     "time_to_reward_runs": lambda cells: str(len(runs_in(cells))),
     "reward_of_bundled": lambda cells: mean_reward(cells, "bundled"),
     "reward_of_fast_script": lambda cells: mean_reward(cells, REFERENCE),

@@ -47,11 +47,11 @@ def test_the_time_to_reward_is_measured(tmp_path: Path) -> None:
 def test_an_iteration_is_timed_in_rounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = ["--quick", "--results", str(tmp_path), "--rounds", "2", "--clock", "settings"]
-    time_to_reward.main([*own, "--arms", "bundled", "rollout.dtype"])
-    cell = load(time_to_reward.STUDY, tmp_path)["settings"]
-    for arm in ("bundled", "rollout.dtype"):
+    own = ["--quick", "--results", str(tmp_path), "--rounds", "2", "--clock", "levers"]
+    time_to_reward.main([*own, "--arms", "bundled", "rollout.dtype=auto"])
+    cell = load(time_to_reward.STUDY, tmp_path)["levers"]
+    for arm in ("bundled", "rollout.dtype=auto"):
         for name in ("iteration_cpu_seconds", "iteration_wall_seconds", "peak_memory_gib"):
             assert len(cell["arms"][arm][name]) == 2
             assert min(cell["arms"][arm][name]) > 0
-    assert re.search(r"\|`rollout.dtype`\|-?\d+%\|", capsys.readouterr().out)
+    assert re.search(r"\|`rollout.dtype=auto`\|-?\d+%\|", capsys.readouterr().out)
