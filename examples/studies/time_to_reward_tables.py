@@ -173,6 +173,10 @@ ENTRIES: Mapping[str, Callable[[Cells], str]] = {
     "time_to_reward": jobs,
     "saved_by_levers": levers,
     "time_to_reward_runs": lambda cells: str(len(runs_in(cells))),
+    "iteration_of_bundled": lambda cells: told(
+        iteration_ratio(cells, "jobs", "bundled", REFERENCE, "cpu")
+    ),
+    "cpu_to_60_of_bundled": lambda cells: told(time_to(cells, "bundled", "cpu")),
     "reward_of_bundled": lambda cells: mean_reward(cells, "bundled"),
     "reward_of_fast_script": lambda cells: mean_reward(cells, REFERENCE),
 }
