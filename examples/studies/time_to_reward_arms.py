@@ -72,6 +72,11 @@ LEVERS: Mapping[str, Lever] = {
         "half of the reader's calls",
         "nothing",
     ),
+    "reward.terms.ocr.engine=auto": Lever(
+        ("reward.terms.ocr.engine=onnxruntime",),
+        "a third of reading, where the extra `openvino` is installed",
+        "nothing: the same texts",
+    ),
 }
 ARMS = OURS | {key: (*CONSTANT, *lever.without) for key, lever in LEVERS.items()}
 
