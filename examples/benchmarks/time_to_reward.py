@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples/studies python examples/benchmarks/time_to_reward.py [--arms bundled ...]
         [--seeds 8] [--steps 50] [--workers 1] [--peer flow_grpo=CHECKOUT]
-        [--clock jobs|levers [--rounds 3]] [--quick] [--results FOLDER]
+        [--clock jobs|levers|without_bf16 [--rounds 3]] [--quick] [--results FOLDER]
 
 An arm is a list of overrides of the bundled job, configs/tiny_ocr.yaml. The arms are in
 examples/studies/time_to_reward_arms.py. With --peer, the training scripts of another project run on
@@ -40,7 +40,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cells import PLAIN_JOB, RESULTS, load, make_missing, save
-from time_to_reward_arms import ARMS, GOES, OURS, PEER_ARMS, REPEATS, STUDY, settings
+from time_to_reward_arms import (
+    ARMS,
+    GOES,
+    OURS,
+    PEER_ARMS,
+    REPEATS,
+    STUDY,
+    VARIABLES,
+    settings,
+)
 from time_to_reward_tables import GO_TABLES
 from time_to_reward_watch import Reading, Watched, watch
 
@@ -165,7 +174,8 @@ def clock(go: str, arms: Sequence[str], rounds: int, plan: Plan) -> None:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "run"
             command = Run(arm, number).command(plan, root)
-            watched = watch(command, root / "metrics.jsonl", environment())
+            variables = environment() | VARIABLES.get(go, {})
+            watched = watch(command, root / "metrics.jsonl", variables)
         seconds = iteration_seconds(watched.readings[min(WARM, plan.steps - 1) :])
         for name, value in {**seconds, "peak_memory_gib": watched.peak_memory_gib}.items():
             found[arm][name].append(value)

@@ -113,6 +113,11 @@ REPEATS: Mapping[str, str] = {
 GOES: Mapping[str, Sequence[str]] = {
     "jobs": (*OURS, *PEER_ARMS),
     "levers": ("bundled", *LEVERS),
+    "without_bf16": ("bundled", REFERENCE),
+}
+# Environment variables of a go: without the bf16 units of this CPU oneDNN takes plain AVX-512.
+VARIABLES: Mapping[str, Mapping[str, str]] = {
+    "without_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
 
 

@@ -168,7 +168,22 @@ def teaches_as_much(cells: Cells) -> bool:
     return abs(statistics.mean(ours) - statistics.mean(theirs)) <= 2 * error
 
 
-GO_TABLES: Mapping[str, Callable[[Cells], str]] = {"jobs": jobs, "levers": levers}
+def of_two_processes(cells: Cells, clock: str) -> str:
+    """Returns the ratio of iterations of two processes, ours over the reference."""
+    arms = ("bundled_2_processes", "flow_grpo_fast_2_processes")
+    return told(iteration_ratio(cells, "jobs", *arms, clock))
+
+
+def without_bf16(cells: Cells) -> str:
+    """Returns the ratio of iterations on a CPU without bf16 units, ours over the reference."""
+    return told(iteration_ratio(cells, "without_bf16", "bundled", REFERENCE, "cpu"))
+
+
+GO_TABLES: Mapping[str, Callable[[Cells], str]] = {
+    "jobs": jobs,
+    "levers": levers,
+    "without_bf16": without_bf16,
+}
 ENTRIES: Mapping[str, Callable[[Cells], str]] = {
     "time_to_reward": jobs,
     "saved_by_levers": levers,
@@ -176,6 +191,9 @@ ENTRIES: Mapping[str, Callable[[Cells], str]] = {
     "iteration_of_bundled": lambda cells: told(
         iteration_ratio(cells, "jobs", "bundled", REFERENCE, "cpu")
     ),
+    "cpu_of_two_processes": lambda cells: of_two_processes(cells, "cpu"),
+    "clock_of_two_processes": lambda cells: of_two_processes(cells, "wall"),
+    "iteration_without_bf16": without_bf16,
     "cpu_to_60_of_bundled": lambda cells: told(time_to(cells, "bundled", "cpu")),
     "reward_of_bundled": lambda cells: mean_reward(cells, "bundled"),
     "reward_of_fast_script": lambda cells: mean_reward(cells, REFERENCE),
