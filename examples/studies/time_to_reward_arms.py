@@ -62,6 +62,11 @@ LEVERS: Mapping[str, Lever] = {
         "the slower of fp32 and bf16 on this machine",
         "the mismatch, which the correction is there for",
     ),
+    "model.onednn=auto": Lever(
+        ("model.onednn=false",),
+        "MKL's slower products of frozen fp32 layers, on a CPU of AMD",
+        "last bits",
+    ),
     "actor.steps_per_forward=null": Lever(
         ("actor.steps_per_forward=1",),
         "forwards of the update: all steps of a window in one",

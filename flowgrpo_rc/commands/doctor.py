@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import shutil
 import sys
-import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,7 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
 from flowgrpo_rc.commands.doctor_gpu import Check, Finding, gpu_checks
 from flowgrpo_rc.config.machine import device_named
-from flowgrpo_rc.models.products import product
-from flowgrpo_rc.rollout.devices import AUTO, LEAST_SAVING, ROUNDS
+from flowgrpo_rc.rollout.devices import AUTO, LEAST_SAVING, product_seconds
 
 _STATE = len("skipped")  # the longest state
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
@@ -63,14 +61,10 @@ def check_products() -> Finding:
     """Times a product of the bundled model by torch and by oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return Finding("skipped", "this torch has no oneDNN")
-    operands = torch.ones(6144, 128), torch.ones(512, 128), None
-    own, other = (
-        min(timeit.repeat(partial(kernel, *operands), number=1, repeat=ROUNDS))
-        for kernel in (torch.nn.functional.linear, product)
-    )
+    own, other = product_seconds()
     found = f"{1e3 * own:.1f} ms by torch's own library, {1e3 * other:.1f} by oneDNN"
     if other < (1 - LEAST_SAVING) * own:
-        return Finding("slow", found, "set model.onednn=true where an image model trains in fp32")
+        return Finding("slow", found, "set model.onednn=auto where an image model trains in fp32")
     return Finding("ok", found)
 
 

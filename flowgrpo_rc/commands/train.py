@@ -87,8 +87,8 @@ def run(
         processes = make_processes(found, quiet=quiet)
         console = make_console(found, processes, quiet=quiet)
         with processes.noticing_losses():
-            if config.rollout.dtype == AUTO and inputs.resumed is None:
-                found = _agreed(found, processes, console)
+            if inputs.resumed is None:
+                found = _agreed(config, found, processes, console)
             check_same_rewards(found, config, processes)
             if not found.knows_no_log_probs():
                 parts = ratio(asdict(found), asdict(config))
@@ -108,12 +108,18 @@ def _tell(callback: Callback, stop: StopRequest, step: int, metrics: Mapping[str
         stop.ask("a callback asked for it")
 
 
-def _agreed(config: Config, processes: Processes, console: Console) -> Config:
-    """Returns the settings with the first process's precision of the rollout, and says which."""
-    in_bf16 = processes.any(processes.is_main and config.rollout.dtype == "bf16")
-    dtype = "bf16" if in_bf16 else "fp32"
-    console.message(f"note: rollout.dtype=auto: this run samples in {dtype}")
-    return replace(config, rollout=replace(config.rollout, dtype=dtype))
+def _agreed(given: Config, config: Config, processes: Processes, console: Console) -> Config:
+    """Returns the settings with what the first process has timed, which it tells."""
+    rollout, model = config.rollout, config.model
+    if given.rollout.dtype == AUTO:
+        in_bf16 = processes.any(processes.is_main and rollout.dtype == "bf16")
+        rollout = replace(rollout, dtype="bf16" if in_bf16 else "fp32")
+        console.message(f"note: rollout.dtype=auto: this run samples in {rollout.dtype}")
+    if given.model.onednn == AUTO:
+        faster = processes.any(processes.is_main and model.onednn is True)
+        model = replace(model, onednn=faster)
+        console.message(f"note: model.onednn=auto: {str(faster).lower()}")
+    return replace(config, rollout=rollout, model=model)
 
 
 def _run(

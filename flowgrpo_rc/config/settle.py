@@ -19,7 +19,7 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import RunLog
 from flowgrpo_rc.rewards.manager import settled_rewards
 from flowgrpo_rc.rollout.compiling import repays
-from flowgrpo_rc.rollout.devices import AUTO, faster_dtype
+from flowgrpo_rc.rollout.devices import AUTO, faster_dtype, onednn_is_faster
 from flowgrpo_rc.rollout.engine import RolloutEngine
 
 # Pixels that a CPU decodes at once. Timed from 16 x 32 to 128 x 128 on the bundled model with 1 MiB
@@ -31,8 +31,8 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
     """Returns the settings with a value where they leave one open.
 
     These are the engine of OCR, `rollout.dtype`, by this machine or `device`, `rollout.merge_lora`,
-    `model.decode_batch_size`, `centered`, and a clip that has no mismatch to follow; their keys say
-    what they become. A new run leaves `rollout.compile` to `settle_compile`.
+    `model.decode_batch_size`, `model.onednn`, `centered`, and a clip that has no mismatch to
+    follow; their keys say what they become. A new run leaves `rollout.compile` to `settle_compile`.
 
     A run that goes on in `trainer.output_dir` keeps what it has, but for merged weights where they
     are sharded now.
@@ -44,6 +44,9 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
     if config.model.decode_batch_size == AUTO:
         at_once = earlier.model.decode_batch_size if earlier else _decoded_at_once(config, device)
         config = replace(config, model=replace(config.model, decode_batch_size=at_once))
+    if config.model.onednn == AUTO:
+        faster = earlier.model.onednn if earlier else onednn_is_faster(device or device_of(config))
+        config = replace(config, model=replace(config.model, onednn=faster))
     rollout, correction = config.rollout, config.algorithm.rollout_correction
     if rollout.compile == AUTO and earlier:
         rollout = replace(rollout, compile=earlier.rollout.compile)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 from flowgrpo_rc.plugins import available_plugins, build, did_you_mean, load_class
@@ -39,6 +40,7 @@ def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str])
     return build(cls, given | section.options, key)
 
 
+@cache  # a bound that is auto:k builds its loss anew for each forward
 def find_class(key: str, loss_mode: str, base: type) -> type:
     """Returns the loss class called `loss_mode`; ValueError lists the allowed names."""
     names = available_plugins(PACKAGE, base)
@@ -59,9 +61,10 @@ def package_losses(base: type) -> dict[str, Any]:
     return {name: load_class(PACKAGE, name, base) for name in names}
 
 
-def option_names(cls: type) -> list[str]:
+@cache
+def option_names(cls: type) -> tuple[str, ...]:
     """Returns the options of a loss class: the parameters of its constructor."""
-    return list(inspect.signature(cls).parameters)
+    return tuple(inspect.signature(cls).parameters)
 
 
 def check_effects(

@@ -435,7 +435,7 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
             quantize_blocks(network, config.quantization, CPU if streams else device)
         if streams:
             keep_layers_on_host(network, device)
-        if config.onednn and device.type == "cpu":
+        if config.onednn is True and device.type == "cpu":
             use_onednn(network)
         if device.type == "cpu":
             use_cpu_kernels(network)

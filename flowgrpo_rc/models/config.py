@@ -46,8 +46,9 @@ class ModelConfig:
     decode_batch_size: samples that the VAE decodes at once, in rollouts and evaluations: it needs
         more memory for a sample than anything else; null: all of a chunk. auto: on a CPU as many
         as stay in its cache, on a card all. A run that goes on keeps the number it began with.
-    onednn: let oneDNN compute the frozen fp32 layers on a CPU, where `doctor` finds torch's own
-        library slower, as on AMD's; its error is that of fp32, too, but its bits are others.
+    onednn: let oneDNN compute the frozen fp32 layers on a CPU; its error is that of fp32, but its
+        bits are others. auto: if that is faster than torch's own library, as on AMD's; `doctor`
+        times both. A run that goes on keeps what it began with.
     chat_template_kwargs: options of a language model's chat template, such as enable_thinking; a
         template of your own is its chat_template.
     """
@@ -65,7 +66,7 @@ class ModelConfig:
     offload_idle: bool | str = False
     prompt_cache: str | None = None
     decode_batch_size: int | str | None = None
-    onednn: bool = False
+    onednn: bool | str = False
     adapter: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -104,6 +105,8 @@ class ModelConfig:
             )
         for key in ("lora_rank", "lora_alpha"):
             check_least(f"model.{key}", getattr(self, key), 1)
+        if self.onednn not in (True, False, "auto"):
+            raise ValueError(f"model.onednn={self.onednn}: give true, false or auto")
         at_once = self.decode_batch_size
         if at_once not in (None, "auto") and (isinstance(at_once, str) or at_once < 1):
             raise ValueError(

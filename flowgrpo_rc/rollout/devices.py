@@ -1,19 +1,22 @@
-"""What the devices of this machine are: the GPUs that processes may see, and their faster dtype."""
+"""What the devices of this machine are: the GPUs that processes may see, and what is faster."""
 
 import os
 import time
+import timeit
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
+
+from flowgrpo_rc.models.products import product
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 AUTO = "auto"
 # Rows, inputs and outputs of the products that are timed, about those of a small transformer.
 SHAPE = (512, 1024, 1024)
 ROUNDS = 7
-# bf16 has to save this share of a product's time, since everything else in it is no faster.
+# bf16, or oneDNN, has to save this share of a product's time: all else is no faster by it.
 LEAST_SAVING = 0.2
 
 
@@ -64,3 +67,22 @@ def faster_dtype(device: torch.device) -> str:
     # The least is the one that nothing disturbed.
     saving = 1 - min(seconds[torch.bfloat16]) / min(seconds[torch.float32])
     return "bf16" if saving >= LEAST_SAVING else "fp32"
+
+
+def product_seconds() -> tuple[float, float]:
+    """Times a fp32 product of the bundled model by torch's own library and by oneDNN."""
+    operands = torch.ones(6144, 128), torch.ones(512, 128), None
+    own, other = (
+        min(timeit.repeat(partial(kernel, *operands), number=1, repeat=ROUNDS))
+        for kernel in (torch.nn.functional.linear, product)
+    )
+    return own, other
+
+
+@cache
+def onednn_is_faster(device: torch.device) -> bool:
+    """Returns whether oneDNN computes fp32 products faster than torch's own library does."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    own, other = product_seconds()
+    return other < (1 - LEAST_SAVING) * own

@@ -70,7 +70,7 @@ def drowned_by_eps(optimizer: Optimizer) -> tuple[Tensor, Tensor]:
     counts = []
     if isinstance(optimizer, torch.optim.AdamW):
         group = optimizer.param_groups[0]
-        for state in optimizer.state.values():
+        for state in filter(None, optimizer.state.values()):  # empty before the first step
             # v_hat = v / (1 - beta^n) < eps^2, without a division of the whole moment.
             bound = group["eps"] ** 2 * (1 - group["betas"][1] ** state["step"])
             moment = state["exp_avg_sq"]

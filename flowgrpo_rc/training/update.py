@@ -93,6 +93,14 @@ class PolicyUpdate:
                 minis[index] = self._mini_batch(mini, metrics)
                 self._updates_here += 1
         metrics.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
+        metrics.ratio("adam_eps_fraction", *drowned_by_eps(self._optimizer))
+        # Once an iteration: weights that are not finite make the gradients of all later updates so.
+        broken = not_finite(self.tensors())
+        if broken:
+            raise NonFiniteWeights(
+                f"update {self._updates} has left {len(broken)} tensors with numbers that are not "
+                f"finite, the first is {broken[0]}"
+            )
         return metrics
 
     def _mini_batch(self, mini: Batch, metrics: MetricBag) -> Batch:
@@ -139,22 +147,15 @@ class PolicyUpdate:
     def _step(self, metrics: MetricBag) -> None:
         """Clips the gradient and takes the optimizer step; skips a gradient that is not finite."""
         norm = nn.utils.clip_grad_norm_(self.parameters, self._config.optim.clip_grad)
-        value = norm.item()  # here the host waits for the device, and again in `not_finite`
+        value = norm.item()  # here the host waits for the device
         metrics.max("lr", torch.tensor(float(self._schedule.get_last_lr()[0]), dtype=torch.float64))
         if math.isfinite(value):
             self._optimizer.step()
-            metrics.ratio("adam_eps_fraction", *drowned_by_eps(self._optimizer))
             self._schedule.step()
             self._updates += 1
             self._nonfinite_in_a_row = 0
             if self.ema is not None and self._updates % self._config.ema.update_interval == 0:
                 self.ema.step(self.parameters)
-            broken = not_finite(self.tensors())
-            if broken:
-                raise NonFiniteWeights(
-                    f"update {self._updates} has left {len(broken)} tensors with numbers that are "
-                    f"not finite, the first is {broken[0]}"
-                )
         else:
             self._nonfinite_updates += 1
             self._nonfinite_in_a_row += 1

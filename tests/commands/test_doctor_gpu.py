@@ -14,6 +14,7 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import doctor, doctor_gpu
 from flowgrpo_rc.commands.doctor_gpu import Finding
 from flowgrpo_rc.config.check_engine import missing_for_compiling
+from flowgrpo_rc.rollout import devices
 
 CPU = torch.device("cpu")
 
@@ -36,10 +37,10 @@ def test_checks_without_a_run() -> None:
 @pytest.mark.parametrize(("gain", "state"), [(9, "slow"), (1, "ok")])
 def test_onednn_is_advised_where_it_is_faster(monkeypatch, gain: int, state: str) -> None:
     seconds = iter([[0.9], [0.9 / gain]])
-    monkeypatch.setattr(doctor.timeit, "repeat", lambda *_, **__: next(seconds))
+    monkeypatch.setattr(devices.timeit, "repeat", lambda *_, **__: next(seconds))
     found = doctor.check_products()
     assert found.state == state
-    assert ("set model.onednn=true" in found.advice) == (state == "slow")
+    assert ("set model.onednn=auto" in found.advice) == (state == "slow")
 
 
 def test_the_rollouts_of_the_bundled_model() -> None:

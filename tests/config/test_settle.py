@@ -71,6 +71,20 @@ def test_a_gpu_samples_in_bf16():
     assert module.faster_dtype(torch.device("cuda")) == "bf16"
 
 
+@pytest.mark.parametrize(("gain", "faster"), [(9, True), (1.1, False)])
+def test_onednn_is_taken_where_it_is_faster(monkeypatch, tmp_path: Path, gain, faster):
+    module.onednn_is_faster.cache_clear()
+    times = iter([[0.9], [0.9 / gain]])
+    monkeypatch.setattr(module.timeit, "repeat", lambda *_, **__: next(times))
+    auto = "model.onednn=auto"
+    assert settled(config_of(auto)).model.onednn is faster
+    assert settled(config_of(auto), torch.device("cuda")).model.onednn is False
+    # A run that goes on has its own, and times nothing.
+    output = begun(tmp_path, f"model.onednn={str(not faster).lower()}")
+    assert settled(config_of(output, auto)).model.onednn is not faster
+    module.onednn_is_faster.cache_clear()
+
+
 def begun(folder: Path, override: str) -> str:
     """Makes the folder of a run with one checkpoint, and returns the override that names it."""
     output = f"trainer.output_dir={folder}"

@@ -72,6 +72,7 @@ def small_run(checkpoint: Path, prompt_file: Path, folder: Path) -> list[str]:
         "data.train_batch_size=4",
         "rollout.n=2",
         "rollout.dtype=fp32",
+        "model.onednn=false",
         "rollout.algo.shared_prefix=false",
         "actor.steps_per_forward=1",
         "rollout.micro_batch_size_per_gpu=null",
