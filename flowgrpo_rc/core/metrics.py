@@ -15,6 +15,7 @@ from torch import Tensor
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
 
 Derived = Callable[..., float]
+RowFunction = Callable[..., "MetricBag"]
 _FEW = 4096  # elements; a larger tensor is reduced at once, since keeping it would cost memory
 
 
@@ -37,6 +38,8 @@ class MetricBag:
         self._maxima: dict[str, list[Tensor]] = {}
         self._minima: dict[str, list[Tensor]] = {}
         self._derived: dict[str, tuple[tuple[str, ...], Derived]] = {}
+        # Prefix and topic -> what is computed of its columns, and the columns of each block.
+        self._rows: dict[tuple[str, str], tuple[RowFunction, list[Mapping[str, Tensor]]]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Adds elements to a mean. It is absent from the result if it has no element.
@@ -90,6 +93,19 @@ class MetricBag:
         """
         self._derived[name] = (tuple(needs), function)
 
+    def rows(self, topic: str, function: RowFunction, **columns: Tensor) -> None:
+        """Adds a block of rows, one number of each row in a column, to those of a topic.
+
+        The metrics of a topic are computed once, from the columns of all its blocks, and do not
+        depend on where blocks begin.
+
+        Args:
+          topic: what the columns are about.
+          function: computes the metrics; its arguments are the columns of all rows, [B].
+          columns: name of the argument -> number of each row of the block, [b].
+        """
+        self._rows.setdefault(("", topic), (function, []))[1].append(columns)
+
     def rename(self, names: Mapping[str, str], *, keep: bool) -> None:
         """Gives metrics other names.
 
@@ -97,6 +113,7 @@ class MetricBag:
           names: old name -> new name; old names that are not here are ignored.
           keep: keep the old name as well.
         """
+        self._compute_rows()
         for store in self._stores():
             for old, new in names.items():
                 if old in store:
@@ -116,6 +133,7 @@ class MetricBag:
         Returns:
           A new bag.
         """
+        self._compute_rows()
         bag = MetricBag()
         for store, own in zip(self._stores(), bag._stores(), strict=True):
             own.update({new: copy(store[old]) for old, new in names.items() if old in store})
@@ -128,6 +146,8 @@ class MetricBag:
           other: the bag to take in.
           prefix: prepended to its names, with a slash between.
         """
+        self._compute_rows()
+        other._compute_rows()
         taken = {_join(prefix, name) for store in other._stores() for name in store}
         for store in self._stores():
             for name in taken & store.keys():
@@ -150,6 +170,9 @@ class MetricBag:
                 tuple(_join(prefix, need) for need in needs),
                 function,
             )
+        for (inner, topic), (of_columns, blocks) in other._rows.items():
+            key = (f"{prefix}/{inner}".strip("/"), topic)
+            self._rows.setdefault(key, (of_columns, []))[1].extend(blocks)
 
     def compute(
         self,
@@ -169,6 +192,7 @@ class MetricBag:
         Returns:
           Name -> value, without metrics that have no element and without intermediate ones.
         """
+        self._compute_rows()
         summed = sorted(self._sums)
         counted = sorted(self._counts)
         upper = sorted(self._maxima)
@@ -204,6 +228,12 @@ class MetricBag:
             for name, value in result.items()
             if not name.rsplit("/", 1)[-1].startswith("_")
         }
+
+    def _compute_rows(self) -> None:
+        rows, self._rows = self._rows, {}
+        for (prefix, _), (function, blocks) in rows.items():
+            columns = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+            self.merge(function(**columns), prefix)
 
     def _stores(self) -> tuple[dict[str, Any], ...]:
         return self._sums, self._counts, self._maxima, self._minima, self._derived

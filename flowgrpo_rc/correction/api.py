@@ -15,7 +15,6 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
-from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import (
     Correction,
@@ -186,11 +185,10 @@ def compute_offpolicy_metrics(
     # Beside itself, a policy has the metrics of one policy.
     other_log_prob = old_log_prob if rollout_log_prob is None else rollout_log_prob
     step_mask = response_mask.bool()
-    metrics = RowMetrics()
+    bag = MetricBag()
     for rows in row_blocks(step_mask):
         ratios = compute_log_ratios(old_log_prob[rows], other_log_prob[rows], step_mask[rows])
-        put_gap(metrics, ratios)
-    bag = metrics.bag()
+        put_gap(bag, ratios)
     if rollout_log_prob is None:
         bag = bag.pick({name: name for name in _TRAINING_METRICS})
     return bag.compute()

@@ -19,7 +19,6 @@ from torch import Tensor
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
-from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.history import ROBUST, WARM_UP, Gather, History
 from flowgrpo_rc.correction.log_ratios import LogRatios, compute_log_ratios
 from flowgrpo_rc.correction.reasons import Reason
@@ -139,10 +138,7 @@ class AutoBands:
                 self._judged.append(_Judged(band, batch.seed, value, Scale(centre, spread)))
 
             standardised = select((value - centre) / spread, units)
-            band_metrics = RowMetrics()
-            keep_mask = keep_mask & inside(band_metrics, ratios, band, standardised)
-
-            metrics.merge(band_metrics.bag())
+            keep_mask = keep_mask & inside(metrics, ratios, band, standardised)
             warm = spread < torch.inf
             name = f"rollout_rs_{band.name}"
             metrics.mean(f"{name}_auto_spread", spread, units & warm)

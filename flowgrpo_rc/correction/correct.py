@@ -19,7 +19,6 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
-from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.correction.diagnostics import put_gap, put_weights
 from flowgrpo_rc.correction.log_ratios import compute_log_ratios
@@ -152,7 +151,7 @@ class Corrector:
         precision = torch.promote_types(training_log_probs.dtype, torch.float32)
         weights = torch.empty_like(training_log_probs, dtype=precision) if weighs else None
         terms = keep_mask.new_empty((2, len(step_mask)), dtype=torch.float64)
-        metrics = RowMetrics()
+        metrics = MetricBag()
         for rows in row_blocks(step_mask):
             ratios = compute_log_ratios(
                 training_log_probs[rows],
@@ -173,7 +172,7 @@ class Corrector:
                 # By row, so that the sum does not depend on where blocks begin.
                 terms[:, rows] = mean_weight_terms(ratios, weight, over)
         sums = terms.sum(1) if rules.batch_normalize and weighs else None
-        return Correction(weights, keep_mask, metrics.bag(), sums)
+        return Correction(weights, keep_mask, metrics, sums)
 
     def batch(
         self, batch: B, *, step_kl: Tensor | None = None, all_reduce: AllReduce = identity
@@ -234,7 +233,7 @@ class Corrector:
         if given is not None:
             given = select(given.detach(), ratios.finite_mask)
             weights = weights._replace(used=given.double())
-        metrics = RowMetrics()
+        metrics = MetricBag()
         put_gap(metrics, ratios)
         put_weights(metrics, ratios, weights, _UNBOUNDED)
         put_decisions(metrics, ratios, keep_mask, torch.zeros_like(ratios.num_finite_B))
@@ -242,7 +241,7 @@ class Corrector:
         if given is not None and self.rules.batch_normalize:
             over = keep_mask if self.rules.over_kept else None
             sums = mean_weight_terms(ratios, weights, over).sum(1)
-        return Correction(given, keep_mask, metrics.bag(), sums)
+        return Correction(given, keep_mask, metrics, sums)
 
 
 def normalisation(total: Tensor, count: Tensor) -> Tensor:

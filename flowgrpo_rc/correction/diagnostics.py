@@ -1,7 +1,7 @@
 """Metrics of the gap between rollout policy and training graph, and of the importance weights.
 
 The names are those of the documents. A block of rows [b, T] puts one number of each row into
-`RowMetrics`; the metrics are functions of these columns, [B]. Sequences without a finite step take
+a `MetricBag`; the metrics are functions of these columns, [B]. Sequences without a finite step take
 no part.
 """
 
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
 from flowgrpo_rc.core.reduce import row_max, select_
-from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.log_ratios import HIGHEST_WEIGHT, LOWEST_WEIGHT, LogRatios, safe_expm1
 from flowgrpo_rc.correction.thresholds import WeightBounds
 from flowgrpo_rc.correction.weights import Weights
 
 
-def put_gap(metrics: RowMetrics, ratios: LogRatios) -> None:
+def put_gap(metrics: MetricBag, ratios: LogRatios) -> None:
     """Puts what `gap_metrics` needs of a block of rows.
 
     Args:
@@ -25,7 +24,7 @@ def put_gap(metrics: RowMetrics, ratios: LogRatios) -> None:
       ratios: log-ratios of the block.
     """
     absolute = ratios.log_ratio.abs()
-    metrics.put(
+    metrics.rows(
         "gap",
         gap_metrics,
         num_finite_B=ratios.num_finite_B,
@@ -94,7 +93,7 @@ def gap_metrics(
 
 
 def put_weights(
-    metrics: RowMetrics, ratios: LogRatios, weights: Weights, bounds: WeightBounds
+    metrics: MetricBag, ratios: LogRatios, weights: Weights, bounds: WeightBounds
 ) -> None:
     """Puts what `weight_metrics` needs of a block of rows.
 
@@ -108,7 +107,7 @@ def put_weights(
     deviation = select_(weights.used - 1, ratios.unit_mask(weights.used))
     # As in verl, the extrema are those after the bounds for steps, and before for sequences.
     extreme = weights.used if weights.per_step else weights.unbounded
-    metrics.put(
+    metrics.rows(
         "weights",
         partial(weight_metrics, bounds, weights.per_step),
         num_finite_B=ratios.num_finite_B,

@@ -8,7 +8,6 @@ from torch import Tensor
 from flowgrpo_rc.core.kl import k1, k2
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import row_counts, row_max, select_
-from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.config import Rules
 from flowgrpo_rc.correction.diagnostics import put_sequences
 from flowgrpo_rc.correction.log_ratios import LogRatios
@@ -51,7 +50,7 @@ def statistic(ratios: LogRatios, band: Band) -> Tensor:
 
 
 def judge(
-    metrics: RowMetrics, ratios: LogRatios, weights: Weights, rules: Rules, allowed: Tensor | None
+    metrics: MetricBag, ratios: LogRatios, weights: Weights, rules: Rules, allowed: Tensor | None
 ) -> Tensor:
     """Decides which steps of a block of rows stay in the loss.
 
@@ -83,7 +82,7 @@ def judge(
     return keep_mask
 
 
-def inside(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> Tensor:
+def inside(metrics: MetricBag, ratios: LogRatios, band: Band, value: Tensor) -> Tensor:
     """Decides which statistics lie inside a band: lower <= value <= upper.
 
     A sequence with a step that is not finite fails every band of sequences.
@@ -120,7 +119,7 @@ def inside(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) ->
     if not band.lower <= 0 <= band.upper:
         # Clamping has moved the zeros of steps that do not exist.
         clamped = select_(clamped, units)
-    metrics.put(
+    metrics.rows(
         band.name,
         partial(band_metrics, band),
         num_finite_B=ratios.num_finite_B,
@@ -138,7 +137,7 @@ def inside(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) ->
 
 
 def put_decisions(
-    metrics: RowMetrics, ratios: LogRatios, keep_mask: Tensor, num_catastrophic_B: Tensor
+    metrics: MetricBag, ratios: LogRatios, keep_mask: Tensor, num_catastrophic_B: Tensor
 ) -> None:
     """Puts what `decision_metrics` needs of a block of rows.
 
@@ -148,7 +147,7 @@ def put_decisions(
       keep_mask: bool, the steps that stay, [b, T].
       num_catastrophic_B: number of steps below the veto of each row, [b]; zeros without a veto.
     """
-    metrics.put(
+    metrics.rows(
         "decisions",
         decision_metrics,
         num_steps_B=ratios.num_steps_B,
