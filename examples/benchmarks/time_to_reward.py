@@ -174,7 +174,7 @@ def clock(go: str, arms: Sequence[str], rounds: int, plan: Plan) -> None:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "run"
             command = Run(arm, number).command(plan, root)
-            variables = environment() | VARIABLES.get(go, {})
+            variables = {**environment(), **VARIABLES.get(go, {})}
             watched = watch(command, root / "metrics.jsonl", variables)
         seconds = iteration_seconds(watched.readings[min(WARM, plan.steps - 1) :])
         for name, value in {**seconds, "peak_memory_gib": watched.peak_memory_gib}.items():
