@@ -142,7 +142,7 @@ _UPDATE = _section(
         finite.
     actor/adam_eps_fraction | fraction | Of the LoRA elements that have had a gradient, those
         where it is below AdamW's eps (sqrt(v_hat) < eps), so that they move less than
-        `actor.optim.lr` says; not with `adamw_8bit`.
+        `actor.optim.lr` says; after the step's last update, and not with `adamw_8bit`.
     actor/lr | - | The largest learning rate of the step's updates.
     actor/nonfinite_update_fraction | fraction | Updates of this step that were skipped: no finite
         gradient.

@@ -172,8 +172,8 @@ def install_hint(extra: str) -> str:
 
 def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
     """Raises ValueError if a package of an extra is missing; `what` needs it."""
-    if not all(find_spec(name) for name in packages):
-        raise ValueError(f"{what} needs {' and '.join(packages)}: {install_hint(extra)}")
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ValueError(f"{what} needs {' and '.join(missing)}: {install_hint(extra)}")
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ LEVERS: Mapping[str, Lever] = {
     ),
     "rollout.merge_lora=null": Lever(
         SEPARATE_LORA,
-        "the LoRA's own layers in the rollout, where nothing is lost by it",
+        "the LoRA's own layers in the rollout",
         "the mismatch: sampling weights are rounded once more",
     ),
     "rollout.dtype=auto": Lever(

@@ -87,6 +87,7 @@ def run(
         processes = make_processes(found, quiet=quiet)
         console = make_console(found, processes, quiet=quiet)
         with processes.noticing_losses():
+            check_one_folder(processes, inputs.resumed)
             if inputs.resumed is None:
                 found = _agreed(config, found, processes, console)
             check_same_rewards(found, config, processes)
@@ -132,7 +133,6 @@ def _run(
 ) -> str | None:
     folder = RunFolder(Path(config.trainer.output_dir))
     prompts, resumed = inputs.prompts, inputs.resumed
-    check_one_folder(processes, resumed)
     if resumed is not None and _is_over(config, folder, resumed.step):
         if processes.is_main:
             _say_finished(config, folder, resumed, console)

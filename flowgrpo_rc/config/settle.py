@@ -44,9 +44,14 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
     if config.model.decode_batch_size == AUTO:
         at_once = earlier.model.decode_batch_size if earlier else _decoded_at_once(config, device)
         config = replace(config, model=replace(config.model, decode_batch_size=at_once))
-    if config.model.onednn == AUTO:
-        faster = earlier.model.onednn if earlier else onednn_is_faster(device or device_of(config))
-        config = replace(config, model=replace(config.model, onednn=faster))
+    model = config.model
+    if model.onednn == AUTO and model.kind == "diffusion":
+        in_fp32 = model.dtype == "fp32" and model.quantization is None
+        if earlier:
+            faster = earlier.model.onednn
+        else:
+            faster = in_fp32 and onednn_is_faster(device or device_of(config))
+        config = replace(config, model=replace(model, onednn=faster))
     rollout, correction = config.rollout, config.algorithm.rollout_correction
     if rollout.compile == AUTO and earlier:
         rollout = replace(rollout, compile=earlier.rollout.compile)

@@ -97,10 +97,10 @@ class MetricBag:
         """Adds a block of rows, one number of each row in a column, to those of a topic.
 
         The metrics of a topic are computed once, from the columns of all its blocks, and do not
-        depend on where blocks begin.
+        depend on where blocks begin. To rename or replace metrics computes them at once.
 
         Args:
-          topic: what the columns are about.
+          topic: what the columns are about; every block has the same columns and function.
           function: computes the metrics; its arguments are the columns of all rows, [B].
           columns: name of the argument -> number of each row of the block, [b].
         """
@@ -125,7 +125,7 @@ class MetricBag:
             }
 
     def pick(self, names: Mapping[str, str]) -> "MetricBag":
-        """Returns some of the metrics under new names.
+        """Returns some of the metrics under new names; those of rows are not among them.
 
         Args:
           names: old name -> new name; old names that are not here are ignored.
@@ -133,7 +133,6 @@ class MetricBag:
         Returns:
           A new bag.
         """
-        self._compute_rows()
         bag = MetricBag()
         for store, own in zip(self._stores(), bag._stores(), strict=True):
             own.update({new: copy(store[old]) for old, new in names.items() if old in store})

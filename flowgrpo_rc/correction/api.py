@@ -189,9 +189,10 @@ def compute_offpolicy_metrics(
     for rows in row_blocks(step_mask):
         ratios = compute_log_ratios(old_log_prob[rows], other_log_prob[rows], step_mask[rows])
         put_gap(bag, ratios)
+    found = bag.compute()
     if rollout_log_prob is None:
-        bag = bag.pick({name: name for name in _TRAINING_METRICS})
-    return bag.compute()
+        found = {name: found[name] for name in _TRAINING_METRICS if name in found}
+    return found
 
 
 def apply_bypass_mode(batch: B) -> B:

@@ -40,11 +40,12 @@ def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str])
     return build(cls, given | section.options, key)
 
 
-@cache  # a bound that is auto:k builds its loss anew for each forward
 def find_class(key: str, loss_mode: str, base: type) -> type:
     """Returns the loss class called `loss_mode`; ValueError lists the allowed names."""
-    names = available_plugins(PACKAGE, base)
-    if ":" in loss_mode or ("." not in loss_mode and loss_mode not in names):
+    names = package_losses(base)
+    if (found := names.get(str(loss_mode))) is not None:
+        return found
+    if ":" in loss_mode or "." not in loss_mode:
         raise ValueError(
             f"{key}.loss_mode={loss_mode!r}: allowed are {', '.join(names)} and my_module.MyLoss "
             "(a class of your own)"
@@ -55,6 +56,7 @@ def find_class(key: str, loss_mode: str, base: type) -> type:
         raise ValueError(f"{key}.loss_mode: {error}") from error
 
 
+@cache  # a bound that is auto:k builds its loss anew for each forward
 def package_losses(base: type) -> dict[str, Any]:
     """Returns the loss classes of this folder by name; `base` is a class of losses."""
     names = available_plugins(PACKAGE, base)

@@ -105,7 +105,7 @@ class ModelConfig:
             )
         for key in ("lora_rank", "lora_alpha"):
             check_least(f"model.{key}", getattr(self, key), 1)
-        if self.onednn not in (True, False, "auto"):
+        if not isinstance(self.onednn, bool) and self.onednn != "auto":
             raise ValueError(f"model.onednn={self.onednn}: give true, false or auto")
         at_once = self.decode_batch_size
         if at_once not in (None, "auto") and (isinstance(at_once, str) or at_once < 1):

@@ -77,7 +77,7 @@ class MismatchMonitor:
 
     def clipped(self, metrics: MetricBag) -> None:
         """Takes the metrics of a loss before any update: what it clips there is noise."""
-        self._clipped.merge(metrics)
+        self._clipped.merge(metrics.pick(_CLIPPED))
 
     def after_update(self, batch: Batch, log_probs: Tensor) -> None:
         """Takes log-probs [b, t] of the current policy after an update of this iteration."""
@@ -107,7 +107,7 @@ class MismatchMonitor:
         if self._expected is not None:
             self._compare(metrics, before, self._expected)
         apply_names(metrics, self._metric_names, "truncate")
-        metrics.merge(self._clipped.pick(_CLIPPED))
+        metrics.merge(self._clipped)
         self._start()
         return metrics
 

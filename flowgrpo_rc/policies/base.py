@@ -66,7 +66,7 @@ class Evaluation(NamedTuple):
 B = TypeVar("B", bound=Batch)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Policy(ABC, Generic[B]):
     """A stochastic policy around a network. Several policies may share one model."""
 

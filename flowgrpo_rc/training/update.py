@@ -94,14 +94,15 @@ class PolicyUpdate:
                 self._updates_here += 1
         metrics.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
         metrics.ratio("adam_eps_fraction", *drowned_by_eps(self._optimizer))
-        # Once an iteration: weights that are not finite make the gradients of all later updates so.
-        broken = not_finite(self.tensors())
-        if broken:
-            raise NonFiniteWeights(
-                f"update {self._updates} has left {len(broken)} tensors with numbers that are not "
-                f"finite, the first is {broken[0]}"
-            )
+        self._check_weights()  # once an iteration, before its state can be saved
         return metrics
+
+    def _check_weights(self) -> None:
+        if broken := not_finite(self.tensors()):
+            raise NonFiniteWeights(
+                f"updates up to {self._updates} have left {len(broken)} tensors with numbers that "
+                f"are not finite, the first is {broken[0]}"
+            )
 
     def _mini_batch(self, mini: Batch, metrics: MetricBag) -> Batch:
         """Takes one optimizer step; returns the mini-batch as later epochs take it."""
@@ -164,6 +165,7 @@ class PolicyUpdate:
         metrics.mean("grad_norm", norm, finite)
         metrics.mean("nonfinite_update_fraction", (~finite).double())
         if self._nonfinite_in_a_row >= MOST_NONFINITE:
+            self._check_weights()
             raise NonFiniteGradient(
                 f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; "
                 "lower actor.optim.lr"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_a_spoiled_state_is_not_saved(
     run = tmp_path / "run"
     words = words_of(small)
     ended = command(*words, harm=nth_call(*STATE[site])).expect(1)
-    assert "step 2: update 3 has left" in ended.output or "step 2: update 4" in ended.output
+    assert re.search(r"step 2: updates up to [34] have left", ended.output)
     assert "the last good checkpoint is step_1" in ended.output
     assert has_nan(run) == []
     (bundle,) = (run / "debug").iterdir()
@@ -102,7 +103,7 @@ def test_a_bundle_that_is_refused(small: list[str], tmp_path: Path) -> None:
     run.mkdir()
     (run / "debug").touch()  # no folder
     command(*words_of(small), harm=nth_call(*STATE["a weight"])).expect(
-        1, "has left", "could not be written"
+        1, "have left", "could not be written"
     )
 
 

@@ -59,7 +59,7 @@ class _Unreadable(ValueError):
     """An answer holds no number of the form that was asked for."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Judge:
     """Asks a model a question of its own about each prompt, whose answer is a number.
 

@@ -19,7 +19,7 @@ from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ReplaySource(RolloutSource):
     """Repeats trajectories that another run saved, with the log-probs of their own policy."""
 
