@@ -18,13 +18,13 @@ from torch import Tensor
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean, select
 
-# estimator -> its options of `group_relative`; `gdpo` has none, since it is `group_decoupled`
-ESTIMATORS: dict[str, dict[str, bool]] = {
-    "flow_grpo": {"global_std": True},
-    "grpo": {},
-    "dr_grpo": {"norm_by_std": False},
-    "rloo": {"norm_by_std": False, "leave_one_out": True},
-    "gdpo": {},
+# estimator -> its defaults for (norm_by_std, global_std)
+ESTIMATORS = {
+    "flow_grpo": (True, True),
+    "grpo": (True, False),
+    "dr_grpo": (False, False),
+    "rloo": (False, False),
+    "gdpo": (True, False),
 }
 
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -137,6 +137,44 @@ def group_decoupled(
     std = masked_mean(total**2, valid, all_reduce=all_reduce).sqrt()
     zero_std = torch.stack([one.zero_std for one in by_reward]).all(0)
     return Advantages(total / (std + eps), zero_std)
+
+
+def estimate(
+    estimator: str,
+    rewards: Tensor,
+    terms: Sequence[Tensor],
+    weights: Sequence[float],
+    group: Tensor,
+    valid: Tensor,
+    *,
+    norm_by_std: bool,
+    global_std: bool,
+    all_reduce: AllReduce = identity,
+) -> Advantages:
+    """Computes the advantages of an estimator by its name, one of `ESTIMATORS`.
+
+    Args:
+      estimator: the name.
+      rewards: weighted sum of the rewards, [B].
+      terms: each reward by itself, [B]; read by `gdpo` alone.
+      weights: weight of each of the terms.
+      group: index of the prompt that a sample belongs to, [B] int64.
+      valid: samples that have a reward and take part, [B] bool.
+      norm_by_std: whether to divide by a standard deviation.
+      global_std: whether that is the standard deviation of the batch.
+      all_reduce: adds up a tensor over processes.
+    """
+    if estimator == "gdpo":
+        return group_decoupled(terms, weights, group, valid, all_reduce=all_reduce)
+    return group_relative(
+        rewards,
+        group,
+        valid,
+        norm_by_std=norm_by_std,
+        global_std=global_std,
+        leave_one_out=estimator == "rloo",
+        all_reduce=all_reduce,
+    )
 
 
 def farthest(advantages: Tensor, group: Tensor, size: int) -> Tensor:

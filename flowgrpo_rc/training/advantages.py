@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Rewards
-from flowgrpo_rc.core.advantages import (
-    ESTIMATORS,
-    advantage_metrics,
-    farthest,
-    group_decoupled,
-    group_relative,
-)
+from flowgrpo_rc.core.advantages import ESTIMATORS, advantage_metrics, estimate, farthest
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.training.config import AlgorithmConfig
@@ -43,16 +37,21 @@ class AdvantageEstimator:
             excluded = batch.wholly_rejected()
             metrics.mean("rollout_corr/excluded_fraction", excluded.double())
             valid = valid & ~excluded
-        group, estimator = batch.group, self.config.adv_estimator
-        if estimator == "gdpo":
-            # A saved rollout need not have each reward by itself, and only gdpo reads them.
-            terms = [rewards.parts[name].to(device) for name in self.weights]
-            weights = list(self.weights.values())
-            found = group_decoupled(terms, weights, group, valid, all_reduce=self.all_reduce)
-        else:
-            total, options = rewards.total.to(device), ESTIMATORS[estimator]
-            found = group_relative(total, group, valid, **options, all_reduce=self.all_reduce)
-        metrics.merge(advantage_metrics(found, valid, group, batch.ends))
+        # A saved rollout need not have each reward by itself, and only gdpo reads them.
+        weights = self.weights if self.config.adv_estimator == "gdpo" else {}
+        norm_by_std, global_std = ESTIMATORS[self.config.adv_estimator]
+        found = estimate(
+            self.config.adv_estimator,
+            rewards.total.to(device),
+            [rewards.parts[name].to(device) for name in weights],
+            list(weights.values()),
+            batch.group,
+            valid,
+            norm_by_std=norm_by_std,
+            global_std=global_std,
+            all_reduce=self.all_reduce,
+        )
+        metrics.merge(advantage_metrics(found, valid, batch.group, batch.ends))
         return found.values
 
     def chosen(self, advantages: Tensor, batch: Batch, metrics: MetricBag) -> Batch:

@@ -13,6 +13,7 @@ from torch import Tensor
 from flowgrpo_rc.core.advantages import (
     ESTIMATORS,
     advantage_metrics,
+    estimate,
     farthest,
     group_decoupled,
     group_relative,
@@ -58,12 +59,13 @@ def oracle(
 
 
 def test_the_estimators_are_these():
+    """The values: divide by a standard deviation, divide by that of the whole batch."""
     assert ESTIMATORS == {
-        "flow_grpo": {"global_std": True},
-        "grpo": {},
-        "dr_grpo": {"norm_by_std": False},
-        "rloo": {"norm_by_std": False, "leave_one_out": True},
-        "gdpo": {},
+        "flow_grpo": (True, True),
+        "grpo": (True, False),
+        "dr_grpo": (False, False),
+        "rloo": (False, False),
+        "gdpo": (True, False),
     }
 
 
@@ -130,11 +132,9 @@ def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
 
 def by_estimator(name: str, group_size: int, *terms: Tensor) -> Tensor:
     group = torch.arange(len(terms[0])) // group_size
-    valid = torch.ones(len(group), dtype=torch.bool)
-    if name == "gdpo":
-        return group_decoupled(terms, [1.0] * len(terms), group, valid).values
-    options = ESTIMATORS[name] | {"norm_by_std": True}
-    return group_relative(sum(terms), group, valid, **options).values
+    options = {"norm_by_std": True, "global_std": ESTIMATORS[name][1]}
+    given = sum(terms), terms, [1.0] * len(terms), group, torch.ones(len(group), dtype=torch.bool)
+    return estimate(name, *given, **options).values
 
 
 @pytest.mark.parametrize("value", [0.83, -0.83, 1 / 3, 1e-6, 4097.0])
