@@ -44,7 +44,7 @@ class Trajectory(NamedTuple):
     means: Tensor | None = None  # of each step of the window, [B, T, ...]; None unless asked for
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FlowPolicy(Policy[DiffusionBatch]):
     """A transformer as a policy over denoising steps.
 

@@ -34,7 +34,7 @@ class Responses(NamedTuple):
     log_probs: Tensor  # at the temperature of the sampling, fp32, [B, T], in nats; 0 at padding
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TokenPolicy(Policy[TokenBatch]):
     """A causal language model as a policy over tokens.
 

@@ -1,4 +1,4 @@
-"""What the devices of this machine are: the GPUs that processes may see, and what is faster."""
+"""Find the GPUs that processes may see, and what is faster on the devices of this machine."""
 
 import os
 import time

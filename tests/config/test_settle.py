@@ -79,6 +79,9 @@ def test_onednn_is_taken_where_it_is_faster(monkeypatch, tmp_path: Path, gain, f
     auto = "model.onednn=auto"
     assert settled(config_of(auto)).model.onednn is faster
     assert settled(config_of(auto), torch.device("cuda")).model.onednn is False
+    # Without fp32 layers there is nothing to compute, though the CPU is the same.
+    assert settled(config_of(auto, "model.dtype=bf16")).model.onednn is False
+    assert settled(config_of(auto, "model.quantization=int8")).model.onednn is False
     # A run that goes on has its own, and times nothing.
     output = begun(tmp_path, f"model.onednn={str(not faster).lower()}")
     assert settled(config_of(output, auto)).model.onednn is not faster
