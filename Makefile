@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.11: `make demo` and `make test`.
 PYTHON ?= python3
-VENV ?= .venv
+# Another interpreter than python3 gets a folder of its own, such as .venv-3.13.
+VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 BIN := $(VENV)/bin
 ARGS ?=
 
@@ -10,12 +11,16 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-# Worker processes of one thread each: several threads in several processes wait for one another. One
-# more than two cores, since some tests wait for a deadline.
-WORKERS ?= 3
+# Worker processes of one thread each: several threads in several processes wait for one another. What
+# is slow takes one more than two cores, since some of its tests wait for a deadline.
+WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL = -n $(WORKERS) --dist worksteal
-SLOW = faults scripts end_to_end tagged_device vllm_real vllm_omni_real
+# Tests that need processes without trained threads, and those of test-docs.
+APART = faults scripts
+WHOLE_RUNS = $(APART) end_to_end tagged_device vllm_real vllm_omni_real
+# Further interpreters on which .ci/run runs the quick tests.
+VERSIONS = 3.12 3.13
 
 OMNI_VENV ?= .venv-vllm-omni
 $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omni_real/*.sh tests/vllm_omni_real/cpu_platform/*/*.py)
@@ -23,23 +28,47 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast test-faults test-kernels docs reference mismatch test-docs vllm-omni test-vllm-omni lint check size verification benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
+.PHONY: install demo browser extras test test-all test-slow test-fast test-versions test-faults test-kernels docs reference test-docs vllm-omni test-vllm-omni lint check size verification benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
-test: $(VENV)/.ready  ## run the tests, or with PKG=correction those of one room alone
-	$(PYTEST) $(if $(PKG),tests/$(PKG),$(PARALLEL) --ignore=tests/faults --ignore=tests/scripts) $(ARGS)
+test: $(VENV)/.ready  ## run the tests but for those marked slow, or with PKG=correction all of one room
+	$(PYTEST) $(if $(PKG),tests/$(PKG),$(PARALLEL) -m "not slow" $(APART:%=--ignore=tests/%)) $(ARGS)
+
+test-slow: $(VENV)/.ready  ## run the tests marked slow
+	$(PYTEST) -n 3 --dist worksteal -m slow $(APART:%=--ignore=tests/%) $(ARGS)
+
+test-all: test test-slow test-kernels test-faults test-docs  ## run all tests that need no environment of their own
+
+test-versions:  ## run the quick tests on each further interpreter that is here
+	@for version in $(VERSIONS); do \
+		python=; \
+		for found in python$$version $(HOME)/.pyenv/versions/$$version*/bin/python; do \
+			if $$found -c 'import ensurepip' 2> /dev/null; then python=$$found; break; fi; \
+		done; \
+		if [ -z "$$python" ]; then echo "Python $$version is not here: nothing was tested on it"; \
+		else $(MAKE) test-fast PYTHON=$$python || exit 1; fi; \
+	done
+
+extras: $(VENV)/.ready  ## install packages into .venv that some tests need and nobody else
+	bash tests/support/install_torchvision.sh $(VENV)
+	$(BIN)/pip install --quiet --editable ".[openvino]" mlflow-skinny swanlab
+
+browser:  ## install Chromium, which some tests open pages in, where it is missing and Debian's packages may be installed
+	@command -v chromium chromium-browser google-chrome > /dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium > /dev/null; } \
+		|| echo "no Chromium could be installed: no page is opened in a browser"
 
 test-faults: $(VENV)/.ready  ## harm runs in every way that we know, and say which were survived; FAULTS_EVERY=1 takes all
-	$(PYTEST) $(PARALLEL) tests/faults $(ARGS)
+	$(PYTEST) -n 3 --dist worksteal tests/faults $(ARGS)
 
 test-kernels: $(VENV)/.ready  ## run the tests that rest on a processor's kernels as one with AVX2 alone would
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(PARALLEL) -m kernels $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(PARALLEL) -m "kernels and not slow" $(ARGS)
 
 test-fast: $(VENV)/.ready  ## run the tests that start no whole run: under a minute on two cores
-	$(PYTEST) $(PARALLEL) $(SLOW:%=--ignore=tests/%) $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not slow" $(WHOLE_RUNS:%=--ignore=tests/%) $(ARGS)
 
 docs: $(VENV)/.ready  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
@@ -51,9 +80,6 @@ reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and tables 
 
 verification: $(VENV)/.ready  ## run the tests that docs/verification.md tells of, and write it
 	$(BIN)/python docs/verification.py $(ARGS)
-
-mismatch: $(VENV)/.ready  ## measure the table of mismatch by family in docs/extending.md
-	PYTHONPATH=tests:examples $(BIN)/python docs/mismatch_table.py
 
 test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/, examples, studies and the Dockerfile
 	$(PYTEST) tests/docs/blocks.py tests/scripts $(ARGS)

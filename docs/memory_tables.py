@@ -21,11 +21,8 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.batch import SamplerSpec
-from flowgrpo_rc.config.check_engine import chunk_size
-from flowgrpo_rc.config.check_folder import disk_bytes
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.names import RATE
-from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning import activations, fit, operations, phases, weights, work
@@ -35,6 +32,9 @@ from flowgrpo_rc.planning.plan import job_of
 from flowgrpo_rc.planning.weights import Job
 from flowgrpo_rc.planning.work import passes
 from flowgrpo_rc.records.run_folder import flat_settings
+from flowgrpo_rc.spec.check_folder import disk_bytes
+from flowgrpo_rc.spec.resolve import resolve
+from flowgrpo_rc.spec.run_spec import Machine, RunSpec
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "memory.md"
@@ -96,8 +96,8 @@ class Composed:
         """Composes the settings."""
         composed = compose_config([*overrides, *_ELSEWHERE])
         self.processes = processes
-        given = to_config(composed, num_processes=processes)
-        self.config: Config = settled(given, torch.device("cuda"))
+        self.spec = resolve(to_config(composed), Machine(torch.device("cuda"), processes))
+        self.config: Config = self.spec.config
 
     @functools.cached_property
     def planned(self) -> Job:
@@ -106,11 +106,10 @@ class Composed:
         Jobs with equal forwards share a model, which takes seconds to build.
         """
         if self.needs_digest not in _BUILT:
-            _BUILT[self.needs_digest] = job_of(self.config, self.processes, ARCHITECTURES)
+            _BUILT[self.needs_digest] = job_of(self.spec, ARCHITECTURES)
         first = _BUILT[self.needs_digest]
         model = replace(self.config.model, path=first.config.model.path)
-        config = replace(self.config, model=model)
-        return Job(config=config, model=first.model, processes=self.processes)
+        return Job(spec=self.spec.with_sections(model=model), model=first.model)
 
     @functools.cached_property
     def needs_digest(self) -> str:
@@ -125,7 +124,7 @@ class Composed:
             _shape(self.config.rollout.spec()),
             _shape(self.config.rollout.held_out_spec()),
             self.config.trainer.mixed_precision,
-            rows_at_once(self.config) // self.config.actor.ppo_micro_batch_size_per_gpu,
+            rows_at_once(self.spec) // self.config.actor.ppo_micro_batch_size_per_gpu,
         )
         return _digest(repr(settings).encode(), inspect.getsource(activations).encode(), *files)
 
@@ -184,24 +183,24 @@ def plan_row(name: str, store: Any) -> dict[str, Any]:
     job = experiment(name)
     run = job.planned
     needs = needs_of(job, store)
-    besides = phases.phases(run, fit.activations_of(needs, run.config))
+    besides = phases.phases(run, fit.activations_of(needs, run.spec))
     fitter = Fitter(run, needs=needs)
     return {
         "digest": job.digest,
         "held": sum(size for _, size, _ in weights.memory(run)),
         "phases": {phase: size for phase, size, _ in besides},
-        "peak": fitter.peak(run.config),
+        "peak": fitter.peak(run.spec),
         "host": max(size for _, size, _ in weights.on_the_host(run)),
         "disk": disk_bytes(run.config, run.trained),
         "flop": work_of(job, store),
-        "shipped": settings_of(run.config),
-        "proposed": settings_of(fitter.fit(CARD_GIB[cards_of(name)[1]]).config),
+        "shipped": settings_of(run.spec),
+        "proposed": settings_of(fitter.fit(CARD_GIB[cards_of(name)[1]]).spec),
     }
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def settings_of(run: RunSpec) -> dict[str, Any]:
     """Returns the settings of memory, as they work."""
-    chunk = chunk_size(config)
+    config, chunk = run.config, run.chunk_size
     return {
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "offload_idle": config.model.offload_idle,
@@ -217,7 +216,7 @@ def card_row(job: Composed, store: Any) -> dict[str, Any]:
     found = {}
     for gib in CARDS:
         proposal = fitter.fit(gib)
-        settings = settings_of(proposal.config)
+        settings = settings_of(proposal.spec)
         found[str(gib)] = {"fits": proposal.fits, "peak": proposal.peak, **settings}
     return {"digest": job.digest, "cards": found}
 

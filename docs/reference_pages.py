@@ -17,12 +17,15 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+import torch
 from metric_names import SECTIONS, SLIME
 
-from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.names import KEYS
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.spec.check_settings import check_settings
+from flowgrpo_rc.spec.resolve import resolve
+from flowgrpo_rc.spec.run_spec import Machine
 
 DOCS = Path(__file__).parent
 CONFIGURATION = """# Configuration
@@ -36,7 +39,7 @@ without effect.
 
 How files, presets and overrides combine is in `configs/README.md`. The options of a reward, `reward.terms.NAME.*`, are
 in [Rewards](rewards.md#the-rewards-that-are-there); those of an engine, `rollout.engine_kwargs.*`, in
-[vLLM-Omni rollouts](vllm_omni.md#options) and [Language models](usage.md#language-models); those of a loss of your own,
+[vLLM-Omni rollouts](scaling_out.md#options-of-vllm-omni) and [Language models](usage.md#language-models); those of a loss of your own,
 `actor.diffusion_loss.*` and `actor.token_loss.*`, in [Adding a loss](extending.md#a-loss).
 """
 METRICS = """# Metrics
@@ -136,7 +139,7 @@ def allowed(key: str, hint: Any) -> str:
             changed = copy.deepcopy(config)
             setattr(reduce(getattr, path, changed), name, wrong)
             try:
-                check_settings(changed)
+                check_settings(resolve(changed, MACHINE))
             except ValueError as error:
                 if found := answer.search(str(error)):
                     return found[1]
@@ -171,7 +174,8 @@ def _written(value: Any) -> str:
 
 
 # What is allowed follows from other settings; the docstring says how.
-_DEPENDS = ("rollout.algo.sde_window_size", "reward.num_workers")
+_DEPENDS = ("rollout.algo.sde_window_size",)
+MACHINE = Machine(torch.device("cpu"))
 _VALID = [to_config(compose_config([], config_name=name)) for name in ("tiny_ocr", "token_grpo")]
 
 if __name__ == "__main__":

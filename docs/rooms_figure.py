@@ -38,7 +38,8 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"report": "the page about a run", "workers": "rollouts in processes of their own, by Ray"},
     {"algorithms": "policy gradients in two modes, DiffusionNFT; one protocol"},
     {"training": "the loop: trainer, update, tasks, sources"},
-    {"config": "the settings, Hydra, all checks, keys of verl-omni"},
+    {"config": "the settings, Hydra, keys of verl-omni"},
+    {"spec": "words become objects, once; all checks"},
     {"build": "assembles a run", "exports": "LoRA for others, model card"},
     {
         "calibration": "measures engine against trainer, finds settings",

@@ -2,6 +2,7 @@
 
 `make verification` runs the tests of docs/verification.yaml and keeps those that pass in
 docs/verification.json. Given keys of features it runs their tests alone; given `page`, none.
+What ran on a card is written down in docs/on_a_card.json.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import datetime
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -25,9 +27,10 @@ from flowgrpo_rc.models.base import ModelConfig, adapter_of
 DOCS = Path(__file__).parent
 PAGE = DOCS / "verification.md"
 STORE = DOCS / "verification.json"
-ASKED = yaml.safe_load((DOCS / "verification.yaml").read_text(encoding="utf-8"))
-FAMILIES: Mapping[str, str] = ASKED["families"]
-FEATURES: Mapping[str, Any] = ASKED["features"] | ASKED["of_recipes"]
+SPEC = yaml.safe_load((DOCS / "verification.yaml").read_text(encoding="utf-8"))
+CARD = json.loads((DOCS / "on_a_card.json").read_text(encoding="utf-8"))
+FAMILIES: Mapping[str, str] = SPEC["families"]
+FEATURES: Mapping[str, Any] = SPEC["features"] | SPEC["of_recipes"]
 # Recipes of published models, then those of bundled ones; verl_omni lies beneath a command line.
 _FILES = [*config_folder().glob("experiment/*.yaml"), *config_folder().glob("*.yaml")]
 RECIPES = {path.stem: f"`{path.stem}`" for path in sorted(_FILES) if path.stem != "verl_omni"}
@@ -43,21 +46,21 @@ def run(keys: Sequence[str]) -> dict[str, Any]:
         raise SystemExit(f"{done.stdout}nothing is written, since a test failed")
     passed = [line[7:] for line in done.stdout.splitlines() if line.startswith("PASSED tests/")]
     when = {"date": f"{datetime.date.today()}"} | {name: version(name) for name in VERSIONS}
-    kept = {}
+    results = {}
     for key in keys:
-        own = [name for name in passed if name.partition("[")[0] in FEATURES[key]["tests"]]
-        kept[key] = when | {"passed": sorted(own)}
-    return kept
+        of_feature = [name for name in passed if name.partition("[")[0] in FEATURES[key]["tests"]]
+        results[key] = when | {"passed": sorted(of_feature)}
+    return results
 
 
 @cache
 def names() -> dict[str, str]:
     """Returns what may stand in a test's parameters -> family or recipe."""
-    found = {name: name for name in (*FAMILIES, *RECIPES)}
+    rows = {name: name for name in (*FAMILIES, *RECIPES)}
     for file in (config_folder() / "architectures").glob("*.json"):
         config = ModelConfig(path=str(unpack_architecture(file)))
-        found[file.stem] = adapter_of(config).serves()
-    return found
+        rows[file.stem] = adapter_of(config).serves()
+    return rows
 
 
 def row_of(test: str, key: str) -> str | None:
@@ -65,39 +68,71 @@ def row_of(test: str, key: str) -> str | None:
     function, _, parameters = test.rstrip("]").partition("[")
     if (row := FEATURES[key]["tests"][function]) != "by_name":
         return str(row)
-    found = [name for name in names() if f"{parameters}-".startswith(f"{name}-")]
-    return names()[max(found, key=len)] if found else None
+    matching = [name for name in names() if f"{parameters}-".startswith(f"{name}-")]
+    return names()[max(matching, key=len)] if matching else None
 
 
 def page(store: Mapping[str, Any]) -> Iterator[str]:
     """Yields the page for what is kept."""
-    yield ASKED["introduction"] if ASKED["on_a_card"] else ASKED["introduction"] + ASKED["no_card"]
-    yield from _table("model", FAMILIES, ASKED["features"], store)
-    yield from _table("recipe", RECIPES, ASKED["of_recipes"], store)
+    usual = Counter(_when(store[key]) for key in FEATURES).most_common(1)[0][0]
+    yield SPEC["introduction"].format(usual=usual)
+    yield from _models(store)
+    yield "\n| column | what passed | tests |\n|---|---|---|\n"
+    for key, feature in SPEC["features"].items():
+        yield _tests_of(key, feature, store, usual)
+    yield from _recipes(store)
+    yield from _card()
 
 
-def _table(
-    of: str, rows: Mapping[str, str], features: Mapping[str, Any], store: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yields a section: a table with the features of each row, and below it their tests."""
-    texts = {of: rows, "on a card": dict.fromkeys(rows, "no") | ASKED["on_a_card"]}
-    for key, asked in features.items():
-        texts[asked["title"]] = {row_of(test, key): "CPU" for test in store[key]["passed"]}
-        texts[asked["title"]] |= dict.fromkeys(asked.get("not_for", ()), "-")
-    yield f"\n## {of.title()}s\n\n| {' | '.join(texts)} |\n{'|---' * len(texts)}|\n"
-    for row in rows:
-        yield f"| {' | '.join(text.get(row, 'untested') for text in texts.values())} |\n"
-    yield "\n| column | what passed | last run | tests |\n|---|---|---|---|\n"
-    for key, asked in features.items():
-        when = ", ".join([store[key]["date"], *(f"{name} {store[key][name]}" for name in VERSIONS)])
-        tests = ", ".join(dict.fromkeys(f"`{test.rpartition('::')[2]}`" for test in asked["tests"]))
-        passed = len(store[key]["passed"])
-        yield f"| {asked['title']} | {asked['about']} | {when} | {passed}: {tests} |\n"
+def _models(store: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the table with the features of each family."""
+    columns: dict[str, Mapping[str | None, str]] = {
+        "model": FAMILIES,
+        "on a card": CARD["families"],
+    }
+    for key, feature in SPEC["features"].items():
+        passed = {row_of(test, key): "✓" for test in store[key]["passed"]}
+        columns[feature["title"]] = passed | dict.fromkeys(feature.get("not_for", ()), "-")
+    yield f"\n## Models\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    for row in FAMILIES:
+        yield f"| {' | '.join(column.get(row, '') for column in columns.values())} |\n"
+
+
+def _tests_of(key: str, feature: Mapping[str, Any], store: Mapping[str, Any], usual: str) -> str:
+    """Returns a row of the table of columns, with the date and versions if they are unusual."""
+    files = ", ".join(dict.fromkeys(f"`{test.partition('::')[0]}`" for test in feature["tests"]))
+    when = "" if _when(store[key]) == usual else f" ({_when(store[key])})"
+    passed = len(store[key]["passed"])
+    return f"| {feature['title']} | {feature['about']} | {passed}{when}: {files} |\n"
+
+
+def _when(result: Mapping[str, str]) -> str:
+    return ", ".join([result["date"], *(f"{name} {result[name]}" for name in VERSIONS)])
+
+
+def _recipes(store: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the section that counts the recipes that passed, and names those that did not."""
+    yield f"\n## Recipes\n\n{SPEC['recipes']}\n\n"
+    for key, feature in SPEC["of_recipes"].items():
+        asked = RECIPES.keys() - {*feature.get("not_for", ())}
+        passed = asked & {row_of(test, key) for test in store[key]["passed"]}
+        missing = ", ".join(RECIPES[name] for name in sorted(asked - passed))
+        but = f"; untested: {missing}" if missing else ""
+        yield f"* **{feature['title']}**, {len(passed)} of {len(asked)}: {feature['about']}{but}.\n"
+
+
+def _card() -> Iterator[str]:
+    """Yields the section of what ran on a card."""
+    yield f"\n## On a card\n\nOn {CARD['card']} ({CARD['date']}, {CARD['versions']}).\n\n"
+    for title in ("ran", "failed"):
+        for text in CARD[title]:
+            yield f"* {title.title()}: {text}.\n"
+    yield f"* Not run: {', '.join(CARD['not_run'])}.\n"
 
 
 if __name__ == "__main__":
     keys = sys.argv[1:] or [key for key in FEATURES if key != "vllm_omni"]
-    found = {} if keys == ["page"] else run(keys)
-    kept = json.loads(STORE.read_text(encoding="utf-8")) | found
-    STORE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    PAGE.write_text("".join(page(kept)), encoding="utf-8")
+    results = {} if keys == ["page"] else run(keys)
+    store = json.loads(STORE.read_text(encoding="utf-8")) | results
+    STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text("".join(page(store)), encoding="utf-8")

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import Image
 
-from flowgrpo_rc.config.compose import compose_all, unchecked_config
+from flowgrpo_rc.config.compose import compose_all, to_config
 from flowgrpo_rc.config.from_python import (
     Overrides,
     check_callbacks,
@@ -23,6 +24,7 @@ from flowgrpo_rc.config.from_python import (
     silent,
     with_prompts,
 )
+from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.config.rows import table
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
@@ -36,6 +38,10 @@ from flowgrpo_rc.report.card import card, held_out_pictures, told
 from flowgrpo_rc.report.compare import write_comparison
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rewards.function import Score, give
+from flowgrpo_rc.spec.check_settings import check_settings
+from flowgrpo_rc.spec.machine import check_planned, machine_of_process
+from flowgrpo_rc.spec.resolve import resolve
+from flowgrpo_rc.spec.run_spec import Machine
 
 if TYPE_CHECKING:
     from flowgrpo_rc.commands.evaluate import RunScores
@@ -227,7 +233,8 @@ def train(
             from flowgrpo_rc.commands.train import run
 
             observers = [*([bar.step] if bar else ()), *callbacks]
-            reason = run(settings, callbacks=observers, quiet=shows or verbose is False)
+            spec = resolve(settings, machine_of_process(settings))
+            reason = run(spec, callbacks=observers, quiet=shows or verbose is False)
     if reason is None and len(rows.rows()) == earlier:
         warnings.warn(
             f"nothing was trained: {folder} holds a finished run; set trainer.output_dir to "
@@ -288,7 +295,11 @@ def plan(
     with quiet("transformers", "diffusers"):
         from flowgrpo_rc.commands.plan import planned
 
-        return planned(_settings(config, config_name, config_dir), processes, nodes, fit)
+        check_planned(processes, nodes, RATE)
+        settings = _settings(config, config_name, config_dir)
+        spec = resolve(settings, Machine(torch.device("cuda"), processes))
+        check_settings(spec)
+        return planned(spec, nodes, fit)
 
 
 @public_call
@@ -334,7 +345,7 @@ def _settings(
     if composition.rows and verbose:
         print(table(composition.rows), file=sys.stderr)
     composition.check()
-    composed = unchecked_config(composition.config)
+    composed = to_config(composition.config)
     return with_prompts(_with_rewards(composed, rewards, composed.reward.terms), prompts)
 
 

@@ -180,15 +180,12 @@ class SamplerSpec(Spec):
     tail_start: int | None = None  # the first step behind every window; None: no step is
     tail_steps: int | None = None  # the most evaluations from there on; None: as scheduled
     shared_prefix: bool = False  # whether the samples of a prompt start from the same noise
-    # The evaluations of a sample that use the middle blocks' residual again, and how many blocks at
-    # the start and at the end are evaluated even then.
+    # The evaluations of a sample that use the middle blocks' residual again.
     cached_steps: tuple[int, ...] = ()
-    cached_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Takes lists, as JSON has them, for tuples."""
-        for name in ("cached_steps", "cached_blocks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        """Takes a list, as JSON has it, for a tuple."""
+        object.__setattr__(self, "cached_steps", tuple(self.cached_steps))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +272,11 @@ class Batch:
 
     def select(self, index: Tensor | slice) -> Self:
         """Returns the samples at the positions `index`, int64 [B'], in any order and number."""
-        return replace(self, **{name: value[index] for name, value in self.per_sample().items()})
+        # Blocking, the copy of an index of the host would wait for all that the device has to do.
+        rows = index
+        if isinstance(index, Tensor):
+            rows = index.to(self.group.device, non_blocking=True)
+        return replace(self, **{name: value[rows] for name, value in self.per_sample().items()})
 
     def per_sample(self) -> dict[str, Any]:
         """Returns the fields with one row per sample, by name, without those that are None."""
@@ -379,6 +380,22 @@ class TokenBatch(Batch):
     prompt_mask: Tensor  # bool, [B, L]; True for the tokens of the prompt
     response_ids: Tensor  # int64, [B, T], padded on the right
     response_mask: Tensor  # bool, [B, T]; a row without any token is an empty response
+    # How many tokens prompt and response have, int64 on the host, [B, 2], so that nobody waits for
+    # a device to tell; None: only the masks tell.
+    lengths: Tensor | None = None
+
+    def select(self, index: Tensor | slice) -> Self:
+        """Returns the samples at the positions `index`; lengths stay known if it is on the host."""
+        lengths = None
+        if self.lengths is not None and (isinstance(index, slice) or index.device.type == "cpu"):
+            lengths = self.lengths[index]
+        return Batch.select(self.replace(lengths=None), index).replace(lengths=lengths)
+
+    def counted(self) -> Tensor | None:
+        """Returns the lengths, which the masks tell on a CPU; None if only a device knows them."""
+        if self.lengths is None and self.group.device.type == "cpu":
+            return torch.stack([self.prompt_mask.sum(1), self.response_mask.sum(1)], dim=1)
+        return self.lengths
 
     @property
     def step_mask(self) -> Tensor:

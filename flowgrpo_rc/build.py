@@ -5,11 +5,10 @@ update.
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,11 @@ from flowgrpo_rc.algorithms.diffusion_nft.algorithm import ForwardProcess
 from flowgrpo_rc.algorithms.diffusion_nft.graph import VelocityGraph
 from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.algorithms.policy_gradient.modes import make_mode
+from flowgrpo_rc.algorithms.policy_gradient.objective import Objective
 from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
-from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, chunk_size, engine_of, engine_options
-from flowgrpo_rc.config.check_folder import check_output
-from flowgrpo_rc.config.check_inputs import Prompts
-from flowgrpo_rc.config.machine import device_of, limit_threads
-from flowgrpo_rc.config.settle import settle_compile, settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.distributed.numerics import set_numerics
 from flowgrpo_rc.distributed.processes import Processes
@@ -37,13 +33,11 @@ from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.losses.auto_clip import AutoClip
-from flowgrpo_rc.models.base import FlowModel, load_model
+from flowgrpo_rc.losses.base import TokenLoss
+from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
-from flowgrpo_rc.models.config import INDEX_FILES
-from flowgrpo_rc.models.index import model_file
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
 from flowgrpo_rc.models.networks import transformers
-from flowgrpo_rc.models.prompt_cache import PromptCache
 from flowgrpo_rc.monitoring.expected_mismatch import (
     ENOUGH,
     LEAST,
@@ -53,12 +47,11 @@ from flowgrpo_rc.monitoring.expected_mismatch import (
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.health_rules import Setup
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
-from flowgrpo_rc.plugins import build
+from flowgrpo_rc.plugins import build, load_class
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.records.console import Console
-from flowgrpo_rc.records.inputs import model_inputs
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -66,9 +59,15 @@ from flowgrpo_rc.records.run_log import Observer, RunLog
 from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
+from flowgrpo_rc.rollout.config import PACKAGE
 from flowgrpo_rc.rollout.engine import RolloutEngine
+from flowgrpo_rc.spec.check_engine import ENGINE_KWARGS
+from flowgrpo_rc.spec.check_folder import check_output
+from flowgrpo_rc.spec.check_inputs import Prompts
+from flowgrpo_rc.spec.machine import device_of, limit_threads
+from flowgrpo_rc.spec.run_spec import RunSpec, engine_options
 from flowgrpo_rc.training.advantages import AdvantageEstimator
-from flowgrpo_rc.training.first_pass import encode_ahead
+from flowgrpo_rc.training.first_pass import encode_ahead, make_prompt_cache
 from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.ahead import AheadSource
 from flowgrpo_rc.training.sources.engine import EngineSource
@@ -88,7 +87,7 @@ logger = logging.getLogger(__name__)
 
 
 def assemble(
-    config: Config,
+    spec: RunSpec,
     folder: RunFolder,
     processes: Processes,
     prompts: Prompts,
@@ -97,33 +96,30 @@ def assemble(
     log: RunLog | None = None,
 ) -> Trainer:
     """Loads the model and makes the trainer of a run, whose settings have been checked."""
-    config = settled(config)
+    config = spec.config
     log = log or make_log(config, folder, processes, first_step=first_step)
     sampler, held_out, suites = prompts
 
-    task = make_task(config, processes)
+    task = make_task(spec, processes)
     network = task.model.network
     if config.model.prompt_cache is not None:
         steps = range(max(1, first_step), config.trainer.total_training_steps + 1)
         encode_ahead(task, prompts, processes, steps, config.actor.ppo_mini_batch_size)
-    config = settle_compile(config, task, sampler, make_engine, processes, folder, log, first_step)
     check_output(config, sum(p.numel() for p in lora_parameters(network).values()))
-    rewards = RewardManager(config.reward)
+    rewards = RewardManager(config.reward, spec.rewards)
     # An engine that copies the network has to see it whole, before it is sharded.
     samples_here = config.data.replay_dir is None and config.rollout.workers == 0
-    copied = samples_here and engine_of(config).copies_network
+    copied = samples_here and spec.engine_class.copies_network
     if not copied:
         shard(config, network, processes)
-    source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
+    source = make_source(spec, task, sampler, rewards, processes, first_step=first_step)
     if copied:
         shard(config, network, processes)
 
-    algorithm = make_algorithm(config, task, processes)
-    update = PolicyUpdate(algorithm, config.actor, processes, total_updates=config.total_updates())
-    health = make_health(config)
-    rank, count = processes.rank, processes.count
-    correction = config.algorithm.rollout_correction
-    rejected = RejectedSamples(folder.rejected, correction, rank=rank, count=count)
+    algorithm = make_algorithm(spec, task, processes)
+    update = PolicyUpdate(algorithm, config.actor, processes, total_updates=spec.total_updates)
+    health = make_health(spec)
+    rejected = RejectedSamples(config.algorithm.rollout_correction, spec.rules, processes.count)
     best = BestEvaluation(MetricsFile(folder.metrics).rows())
     keep = config.trainer.max_checkpoints_to_keep
     return Trainer(
@@ -136,21 +132,22 @@ def assemble(
         advantages=AdvantageEstimator(
             config.algorithm,
             rewards.weights,
-            None if config.rollout.redraw else config.trained_n(),
+            None if config.rollout.redraw else spec.trained_n,
             processes.sum,
         ),
         update=update,
-        mini_batch_size=config.samples_per_mini_batch(processes.count),
+        mini_batch_size=spec.samples_per_mini_batch,
         may_be_stale=config.rollout.staleness > 0,
         evaluator=Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards),
-        suites=[make_suite(suite, config, task) for suite in suites],
+        suites=[make_suite(suite, spec, task) for suite in suites],
         state=RunState(folder.checkpoints, keep, processes, update, algorithm, health, source),
         journal=Journal(folder, log, health, rejected, processes, best),
     )
 
 
-def make_suite(suite: Suite, config: Config, task: Task) -> SuiteRunner:
+def make_suite(suite: Suite, spec: RunSpec, task: Task) -> SuiteRunner:
     """Makes what asks a suite of the task's model, and of it without its LoRA."""
+    config = spec.config
     asked: Any = task  # a dataclass, which keeps prompts encoded as its sampler needs them
     if suite.sampler:
         asked = dataclasses.replace(asked, config=suite.applied(config.rollout))
@@ -159,36 +156,39 @@ def make_suite(suite: Suite, config: Config, task: Task) -> SuiteRunner:
         asked.sample,
         partial(reference_policy, task.model.network),
         batch_size=config.rollout.val_kwargs.batch_size,
-        protocol=suite.protocol(config.rollout, text=config.model.kind == "causal_lm"),
+        protocol=suite.protocol(config.rollout, text=spec.is_text),
     )
 
 
-def make_algorithm(config: Config, task: Task, processes: Processes) -> Algorithm[Any]:
+def make_algorithm(spec: RunSpec, task: Task, processes: Processes) -> Algorithm[Any]:
     """Makes the algorithm that the loss belongs to."""
+    config = spec.config
     section = config.actor.diffusion_loss
     micro_batch_size = config.actor.ppo_micro_batch_size_per_gpu
-    forward = section.forward
-    if forward is not None:
+    if spec.forward_loss is not None:
         assert isinstance(task.policy, FlowPolicy)
         return ForwardProcess(
             VelocityGraph(task.policy),
-            forward,
+            spec.forward_loss,
             adv_clip_max=section.adv_clip_max,
             micro_batch_size=micro_batch_size,
         )
-    is_text = config.model.kind == "causal_lm"
-    objective = TokenObjective(config.loss()) if is_text else DiffusionObjective(config.loss())
+    objective: Objective
+    if isinstance(spec.loss, TokenLoss):
+        objective = TokenObjective(spec.loss_config, spec.loss, spec.rules)
+    else:
+        objective = DiffusionObjective(spec.loss_config, spec.step_loss, spec.rules)
     return make_mode(
-        config.algorithm.rollout_correction,
-        own_forwards=config.why_recompute() is None,
-        keep_means=section.needs_means,
+        Corrector(config.algorithm.rollout_correction, spec.rules),
+        own_forwards=spec.why_recompute is None,
+        keep_means=spec.loss_needs_means,
         policy=task.policy,
         terms=objective.terms,
         processes=processes,
-        monitor=make_monitor(config, task, processes),
+        monitor=make_monitor(spec, task, processes),
         micro_batch_size=micro_batch_size,
-        auto_bands=make_auto_bands(config, processes),
-        auto_clip=make_auto_clip(config, processes),
+        auto_bands=make_auto_bands(spec, processes),
+        auto_clip=make_auto_clip(spec, processes),
     )
 
 
@@ -264,21 +264,23 @@ def make_processes(config: Config, *, quiet: bool = False) -> Processes:
     return Processes(accelerator)
 
 
-def make_task(config: Config, processes: Processes) -> Task:
+def make_task(spec: RunSpec, processes: Processes) -> Task:
     """Loads the model, puts its LoRA on, and wraps both in what the trainer asks for."""
+    config = spec.config
     checkpointing, seed = config.model.gradient_checkpointing, config.trainer.seed
     rollout, tf32 = config.rollout, config.trainer.tf32
     autocast = processes.accelerator.autocast
-    text = config.model.kind == "causal_lm"
-    load: Any = load_causal_lm if text else load_model
+    load: Any = load_causal_lm if spec.is_text else load_model
     with processes.in_turn():
         model = load(config.model, processes.device)
     network = add_lora(model, config.model, seed)
-    if text:
+    if spec.is_text:
         tokens = TokenPolicy(model, network, autocast=autocast, checkpoint_gradients=checkpointing)
         return TextTask(model, tokens, rollout, tf32=tf32)
     if config.model.prompt_cache is not None:
-        model.prompt_cache = make_prompt_cache(config, model, processes)
+        model.prompt_cache = make_prompt_cache(
+            config.model, model, processes.device, tf32=config.trainer.tf32
+        )
     if checkpointing:
         for part in transformers(network).values():
             part.enable_gradient_checkpointing()
@@ -290,35 +292,17 @@ def make_task(config: Config, processes: Processes) -> Task:
         policy,
         rollout,
         seed,
-        keep_means=config.keep_means(),
-        decode=needs_samples(config.reward),
-        seeded=config.data.replay_dir is None and engine_of(config).draws_seed_noise,
+        keep_means=spec.keeps_means,
+        decode=needs_samples(spec.rewards),
+        seeded=config.data.replay_dir is None and spec.engine_class.draws_seed_noise,
         tf32=tf32,
     )
 
 
-def make_prompt_cache(config: Config, model: FlowModel, processes: Processes) -> PromptCache:
-    """Makes what keeps encoded prompts; whatever changes their bits is part of its settings."""
-    device, left_out = processes.device, {*model.networks, "scheduler"}
-    folder = model_file(config.model.path, INDEX_FILES["diffusion"]).parent
-    read = model_inputs("model.path", folder).items()
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    settings = {
-        "files": {name: file.digest for name, file in read if name.split("/")[1] not in left_out},
-        "model": [str(type(model)), config.model.dtype, config.trainer.tf32],
-        # Libraries choose a kernel by machine and threads.
-        "machine": [card, torch.get_num_threads()],
-        "versions": [version(name) for name in ("torch", "transformers", "diffusers")],
-    }
-    given = str(config.model.prompt_cache)
-    place = None if given == "memory" else Path(given).expanduser()
-    return PromptCache(settings, place, by_batch=model.pads_to_longest)
-
-
-def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
+def make_auto_bands(spec: RunSpec, processes: Processes) -> AutoBands | None:
     """Makes the bands of the criteria that have an `auto` threshold; None if there are none."""
-    correction = config.algorithm.rollout_correction
-    bands = () if correction.custom_correction else correction.rules().auto
+    config = spec.config
+    bands = () if config.algorithm.rollout_correction.custom_correction else spec.rules.auto
     if not bands:
         return None
     return AutoBands(
@@ -329,26 +313,27 @@ def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
     )
 
 
-def make_auto_clip(config: Config, processes: Processes) -> AutoClip | None:
+def make_auto_clip(spec: RunSpec, processes: Processes) -> AutoClip | None:
     """Makes the bound of a loss that follows the mismatch; None if the bound is a number."""
+    config = spec.config
     section = config.actor.diffusion_loss
-    if not section.auto:
+    if spec.is_text or not section.auto:
         return None
     (deviations,) = section.auto.values()
     return AutoClip(
-        section.step_loss(),
+        spec.step_loss,
         deviations,
-        section.auto_floor,
         centered=bool(config.algorithm.rollout_correction.centered),
         num_steps=config.rollout.pipeline.num_inference_steps,
         device=processes.device,
     )
 
 
-def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMonitor:
+def make_monitor(spec: RunSpec, task: Task, processes: Processes) -> MismatchMonitor:
     """Makes what measures the mismatch, and what the precisions explain of it for fresh samples."""
+    config = spec.config
     expected = None
-    size = config.expected_mismatch()
+    size = spec.expected_mismatch
     if size is not None:
         switched = config.trainer.mixed_precision == "no"
         autocast = partial(torch.autocast, processes.device.type, torch.bfloat16, enabled=switched)
@@ -365,27 +350,28 @@ def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMo
     return MismatchMonitor(
         task.policy,
         processes,
-        clip_ratio=config.clip_ratio(),
+        clip_ratio=spec.clip_ratio,
         expected=expected,
         metric_names=config.algorithm.rollout_correction.metric_names,
     )
 
 
-def make_health(config: Config) -> HealthMonitor:
+def make_health(spec: RunSpec) -> HealthMonitor:
     """Makes what watches the metrics and warns."""
-    dtype = config.trained_rollout().spec().dtype
-    precisions = (dtype, config.model.dtype, config.trainer.mixed_precision)
+    dtype = spec.trained_rollout.spec().dtype
+    precisions = (dtype, spec.config.model.dtype, spec.config.trainer.mixed_precision)
     setup = Setup.of(
-        config.effective_correction(),
-        text=config.model.kind == "causal_lm",
-        fresh=config.fresh(),
+        spec.correction,
+        spec.rules,
+        text=spec.is_text,
+        fresh=spec.fresh,
         unquantized=unquantized_share(*precisions),
     )
     return HealthMonitor(setup)
 
 
 def make_source(
-    config: Config,
+    spec: RunSpec,
     task: Task,
     sampler: PromptSampler,
     rewards: RewardManager,
@@ -394,19 +380,21 @@ def make_source(
     first_step: int,
 ) -> RolloutSource:
     """The engine that `rollout.name` names, here or in workers; or files of `data.replay_dir`."""
+    config = spec.config
     if config.data.replay_dir is not None:
         folder = Path(config.data.replay_dir).expanduser()
-        samples = config.samples_per_step(processes.count)
         terms = rewards.weights if config.algorithm.adv_estimator == "gdpo" else ()
-        return ReplaySource(folder, task, processes, config.rollout, samples=samples, terms=terms)
+        return ReplaySource(
+            folder, task, processes, config.rollout, samples=spec.samples_per_step, terms=terms
+        )
     rollout = config.rollout
     if rollout.workers:
-        engine = make_workers(config, processes)
+        engine = make_workers(spec, processes)
     else:
         # Each engine with a pipeline of its own loads it whole on the host.
-        alone = nullcontext() if engine_of(config).copies_network else processes.in_turn()
+        alone = nullcontext() if spec.engine_class.copies_network else processes.in_turn()
         with alone:
-            engine = make_engine(config, task.model)
+            engine = make_engine(spec.engine_class, spec.engine_options, task.model)
     filters = config.algorithm.filter_groups.enable
     kind: Any = partial(FilteredSource, algorithm=config.algorithm) if filters else EngineSource
     source: EngineSource = kind(
@@ -420,7 +408,7 @@ def make_source(
         seed=config.trainer.seed,
     )
     if rollout.redraw:
-        return _redrawn(config, source, processes)
+        return _redrawn(spec, source, processes)
     if rollout.staleness == 0:
         return source
     if rollout.workers == 0:
@@ -433,32 +421,37 @@ def make_source(
     return AheadSource(source, rollout.staleness, steps=steps)
 
 
-def _redrawn(config: Config, scouts: EngineSource, processes: Processes) -> RedrawnSource:
+def _redrawn(spec: RunSpec, scouts: EngineSource, processes: Processes) -> RedrawnSource:
     """Adds an engine in the trainer's precision that draws chosen samples again."""
-    found = dataclasses.replace(config, rollout=config.trained_rollout())
+    rollout = spec.trained_rollout
     task: Any = scouts.task
+    options = engine_options(rollout, spec.chunk_size)
     exact = dataclasses.replace(
         scouts,
-        engine=make_engine(found, task.model),
-        task=dataclasses.replace(task, config=found.rollout),
-        config=found.rollout,
+        engine=make_engine(spec.engine_class, options, task.model),
+        task=dataclasses.replace(task, config=rollout),
+        config=rollout,
     )
-    train_n = config.trained_n() or 0  # it has been checked that there is a number
-    estimator = AdvantageEstimator(config.algorithm, scouts.rewards.weights, None, processes.sum)
+    train_n = spec.trained_n or 0  # it has been checked that there is a number
+    algorithm = spec.config.algorithm
+    estimator = AdvantageEstimator(algorithm, scouts.rewards.weights, None, processes.sum)
     return RedrawnSource(scouts, exact, estimator, train_n)
 
 
-def make_engine(config: Config, model: Any) -> RolloutEngine[Any]:
-    """Makes the engine that `rollout.name` names, for a model whose network has its LoRA."""
-    options = engine_options(config) | {"model": model, "network": model.network}
-    engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
+def make_engine(
+    engine_class: type[RolloutEngine[Any]], options: Mapping[str, Any], model: Any
+) -> RolloutEngine[Any]:
+    """Makes an engine for a model whose network has its LoRA."""
+    engine: RolloutEngine[Any] = build(
+        engine_class, {**options, "model": model, "network": model.network}, ENGINE_KWARGS
+    )
     return engine
 
 
-def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
+def make_workers(spec: RunSpec, processes: Processes) -> RolloutEngine[Any]:
     """Starts the workers of `rollout.workers`, each with an engine of its own."""
-    rollout, size = config.rollout, chunk_size(config)
-    chunks = -(-config.samples_per_step(processes.count) // size) * processes.count
+    rollout, size = spec.config.rollout, spec.chunk_size
+    chunks = -(-spec.samples_per_step // size) * processes.count
     if chunks < rollout.workers:
         logger.warning(
             "rollout.workers=%d, but a step has %d chunk(s) of rollout.micro_batch_size_per_gpu=%d "
@@ -468,18 +461,18 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
     settings = PoolSettings(
         num_workers=rollout.workers,
         num_cpus=rollout.cpus_per_worker,
-        num_gpus=config.gpus_per_worker(processes.device.type),
+        num_gpus=spec.gpus_per_worker,
         timeout_s=rollout.worker_timeout_s,
         max_restarts=rollout.max_restarts,
         staleness=rollout.staleness,
         chunk_size=size,
         in_turn=processes.device.type == "cuda",
     )
-    engine = partial(engine_alone, config, Path.cwd())
+    engine = partial(engine_alone, spec.config, spec.engine_options, Path.cwd())
     return start_workers(engine, settings, processes, address=rollout.ray_address)
 
 
-def engine_alone(config: Config, folder: Path) -> RolloutEngine[Any]:
+def engine_alone(config: Config, options: Mapping[str, Any], folder: Path) -> RolloutEngine[Any]:
     """Loads the model and makes its engine, in a process that does not train. Relative paths lead
     from `folder`, the trainer's working directory.
     """
@@ -489,4 +482,4 @@ def engine_alone(config: Config, folder: Path) -> RolloutEngine[Any]:
     load: Any = load_causal_lm if config.model.kind == "causal_lm" else load_model
     model = load(config.model, device_of(config))
     add_lora(model, config.model, config.trainer.seed)
-    return make_engine(config, model)
+    return make_engine(load_class(PACKAGE, config.rollout.name, RolloutEngine), options, model)

@@ -13,7 +13,8 @@ from typing import Any
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
-from flowgrpo_rc.config.names import CARD, DEFAULT_CONFIG, OTHER_CONFIG, RATE, TOKEN_ENV, own_key
+from flowgrpo_rc.config.foreign import own_key
+from flowgrpo_rc.config.names import CARD, DEFAULT_CONFIG, OTHER_CONFIG, RATE, TOKEN_ENV
 from flowgrpo_rc.distributed.child import follow_parent, is_child, is_first, say_error
 from flowgrpo_rc.libraries import quiet, set_allocator
 from flowgrpo_rc.plugins import did_you_mean
@@ -276,11 +277,5 @@ COMMANDS = {
         _DIAGNOSE,
     ),
     "serve-reward": ("a reward over HTTP, for the remote reward of a run", _SERVE_REWARD),
-    "doctor": (
-        "check the installation, and what a GPU can do of a run",
-        {
-            "--gpu": _flag("check what runs on the GPU, in a few minutes"),
-            "--out": _option("write what --gpu has found, for an issue", metavar="FILE"),
-        },
-    ),
+    "doctor": ("check the installation", {}),
 }

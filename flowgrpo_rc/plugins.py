@@ -37,14 +37,14 @@ def load_class(package: str, name: str, base: type) -> type:
         name = f"{name}{_ENGINE}"
     if name not in modules:
         raise ValueError(f"{package} has {_no_plugin(name, available_plugins(package, base))}")
-    found = concrete_subclasses(import_module(f"{package}.{name}"), base)
-    if len(found) != 1:
-        names = ", ".join(cls.__name__ for cls in found) or "none"
+    classes = concrete_subclasses(import_module(f"{package}.{name}"), base)
+    if len(classes) != 1:
+        names = ", ".join(cls.__name__ for cls in classes) or "none"
         raise ValueError(
             f"{package}.{name} must define one concrete subclass of {base.__name__}; it has: "
             f"{names}"
         )
-    return found[0]
+    return classes[0]
 
 
 def available_plugins(package: str, base: type) -> list[str]:
@@ -125,26 +125,26 @@ def in_seconds(key: str, value: Any) -> Any:
         return {name: in_seconds(f"{key}.{name}", below) for name, below in value.items()}
     if not isinstance(value, str) or not key.endswith(("_s", ".max_time")) or "${" in value:
         return value
-    parts = _DURATION.findall(value)
+    terms = _DURATION.findall(value)
     if not value[:1].isdigit() or value.replace(".", "").isdigit():
         return value
-    if "".join(map("".join, parts)) != value:
+    if "".join(map("".join, terms)) != value:
         raise ValueError(f"{key}={value!r}: give seconds, or a duration such as 2h, 90m or 1h30m")
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    return sum(float(number) * _SECONDS[unit] for number, unit in terms)
 
 
 def in_gib(key: str, value: object) -> float:
     """Returns the memory of a card, a number or such as 24GB or 24GiB, both of which are 24."""
-    found = _SIZE.fullmatch(str(value).strip())
-    if not found or float(found[1]) == 0:
+    size = _SIZE.fullmatch(str(value).strip())
+    if not size or float(size[1]) == 0:
         raise ValueError(f"{key} {value}: give the GiB of a card, above 0, such as 24 or 24GB")
-    return float(found[1])
+    return float(size[1])
 
 
 def load_function(path: str) -> Callable[..., Any]:
     """Loads a function, or another callable, by its path `my_package.my_module:name`."""
     module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+    if not all(word.isidentifier() for word in (*module_name.split("."), name)):
         raise ValueError(f"path={path!r}: write it as my_package.my_module:name")
     _check_module(module_name, f"path={path!r}")
     try:
@@ -180,7 +180,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Returns ` (did you mean 'x'?)` with the nearest known name, or "" if none is near."""
     near = get_close_matches(name, known, n=1)
     if not near and len(name) > 2:
-        near = sorted((one for one in known if name in one), key=len)
+        near = sorted((word for word in known if name in word), key=len)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -218,7 +218,7 @@ def _class_at(path: str, base: type) -> type:
 
 def _check_module(name: str, where: str) -> None:
     """Raises ValueError if there is no such module; what fails inside its packages still raises."""
-    exists = all(part.isidentifier() for part in name.split("."))
+    exists = all(word.isidentifier() for word in name.split("."))
     try:
         exists = exists and find_spec(name) is not None
     except ModuleNotFoundError as error:

@@ -47,17 +47,17 @@ def parse_mapping(text: str | bytes, *, unique: bool = False) -> dict[str, Any]:
     With `unique`, a key that stands twice is refused; else its last value counts.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_unique if unique else None)
+        mapping = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels") from error
-    if not isinstance(found, dict):
+    if not isinstance(mapping, dict):
         raise ValueError("it holds no mapping")
-    level: list[Any] = [found]
+    level: list[Any] = [mapping]
     for _ in range(_MOST_LEVELS):
         nodes = [node.values() if isinstance(node, dict) else node for node in level]
         level = [item for node in nodes for item in node if isinstance(item, dict | list)]
         if not level:
-            return found
+            return mapping
     raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels")
 
 
@@ -108,19 +108,19 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
     import torch
 
     folder = Path(place)
-    given = f"{where}: {folder.name}"
+    blamed = f"{where}: {folder.name}"
     files = sorted(folder.glob("*.safetensors"))
     settings = folder / "config.json"
     if folder.is_dir() and not files:
         raise ValueError(
-            f"{given} has no *.safetensors; if its repository of the Hub has one variant alone, "
+            f"{blamed} has no *.safetensors; if its repository of the Hub has one variant alone, "
             "such as fp16, give the folder that `hf download NAME --local-dir FOLDER` makes"
         )
-    with loading(given):
-        whole = [name for each in files for name in _integers(each, given)]
+    with loading(blamed):
+        integers = [name for file in files for name in _integers(file, blamed)]
         if settings.is_file() and read_mapping(settings).get("quantization_config") is not None:
             raise ValueError(
-                f"{given}/{settings.name} sets quantization_config: give weights that are not "
+                f"{blamed}/{settings.name} sets quantization_config: give weights that are not "
                 "quantized"
             )
         model, report = cls.from_pretrained(
@@ -131,26 +131,32 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
             output_loading_info=True,
             **options,
         )
-    file = f"{folder.name}/{files[0].name}" if len(files) == 1 else f"the files of {place}"
+    source = f"{folder.name}/{files[0].name}" if len(files) == 1 else f"the files of {place}"
     kind = type(model).__name__
     unknown = [key for key in report["unexpected_keys"] if not re.search(spare, key)]
     unknown = [key for key in unknown if not re.search(_CONSTANTS, key)]
-    shapes = {key: (list(found), list(own)) for key, found, own in report["mismatched_keys"]}
+    mismatched = report["mismatched_keys"]
+    shapes = {key: (list(stored), list(needed)) for key, stored, needed in mismatched}
     missing = set(report["missing_keys"]) - shapes.keys()
     if missing:
-        raise ValueError(f"{where}: {file} lacks {_first(missing)}, which a {kind} needs")
+        raise ValueError(f"{where}: {source} lacks {_first(missing)}, which a {kind} needs")
     if shapes:
-        name, (found, own) = min(shapes.items())
-        raise ValueError(f"{where}: {name} is {found} in {file}, and has to be {own} in a {kind}")
+        name, (stored, needed) = min(shapes.items())
+        raise ValueError(
+            f"{where}: {name} is {stored} in {source}, and has to be {needed} in a {kind}"
+        )
     if unknown:
-        raise ValueError(f"{where}: {file} holds {_first(unknown)}, which no {kind} has")
-    if whole:
-        raise ValueError(f"{where}: {file} holds {_first(whole)} in integers, which are no weights")
+        raise ValueError(f"{where}: {source} holds {_first(unknown)}, which no {kind} has")
+    if integers:
+        raise ValueError(
+            f"{where}: {source} holds {_first(integers)} in integers, which are no weights"
+        )
     # A sum is finite only if all of its numbers are, and needs no mask of their size.
-    sums = {name: one.sum(dtype=torch.float32) for name, one in model.named_parameters()}
+    weights = model.named_parameters()
+    sums = {name: weight.sum(dtype=torch.float32) for name, weight in weights}
     odd = [name for name, total in sums.items() if not total.isfinite()]
     if odd:
-        raise ValueError(f"{where}: {file} holds numbers that are not finite in {_first(odd)}")
+        raise ValueError(f"{where}: {source} holds numbers that are not finite in {_first(odd)}")
     return model
 
 
@@ -161,10 +167,11 @@ def load_tokenizer(cls: Any, place: str, where: str, **options: Any) -> Any:
     """
     with loading(where):
         tokenizer = cls.from_pretrained(place, **options)
-    folder, files = Path(place, options.get("subfolder", "")), dict(tokenizer.vocab_files_names)
+    folder = Path(place, options.get("subfolder", ""))
+    files = dict(tokenizer.vocab_files_names)
     whole = files.pop("tokenizer_file", None)  # None: tokens are bytes, or it has raised
-    others = files.values() or ["tokenizer.model"]
-    lost = [name for name in others if not (folder / name).is_file()]
+    vocabulary = files.values() or ["tokenizer.model"]
+    lost = [name for name in vocabulary if not (folder / name).is_file()]
     if whole and lost and folder.is_dir() and not (folder / whole).is_file():
         raise ValueError(f"{where} has neither {whole} nor {', '.join(lost)}")
     return tokenizer
@@ -244,29 +251,29 @@ def _no_network(repository: str, cause: BaseException | None, key: str) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"it has {max(names, key=names.count)!r} twice")
-    return found
+    return mapping
 
 
 def _first(names: Collection[str]) -> str:
-    first, others = sorted(names)[:2], len(names) - 2
-    return ", ".join(first) + (f" and {others} more" if others > 0 else "")
+    first = ", ".join(sorted(names)[:2])
+    return first if len(names) < 3 else f"{first} and {len(names) - 2} more"
 
 
 def _variant(names: Iterable[str]) -> str | None:
     """Returns the variant whose weights alone are there, such as fp16; None for plain ones."""
-    found = {match[1] for name in names if (match := _WEIGHTS.fullmatch(name))}
-    if None in found or not found:
+    variants = {match[1] for name in names if (match := _WEIGHTS.fullmatch(name))}
+    if None in variants or not variants:
         return None
-    if len(found) > 1:
-        raise ValueError(f"it has weights of the variants {', '.join(sorted(found))}: keep one")
-    return found.pop()
+    if len(variants) > 1:
+        raise ValueError(f"it has weights of the variants {', '.join(sorted(variants))}: keep one")
+    return variants.pop()
 
 
-def _integers(file: Path, given: str) -> list[str]:
+def _integers(file: Path, blamed: str) -> list[str]:
     """Returns the names of weights that a file holds as integers; libraries cast them."""
     from safetensors import SafetensorError, safe_open
 
@@ -275,5 +282,5 @@ def _integers(file: Path, given: str) -> list[str]:
             names = [name for name in stored.keys() if name.endswith("weight")]  # noqa: SIM118
             kinds = {name: stored.get_slice(name).get_dtype() for name in names}
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{given}/{file.name} is no whole file of weights") from error
+        raise ValueError(f"{blamed}/{file.name} is no whole file of weights") from error
     return [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]

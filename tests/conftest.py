@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import sys
 import tempfile
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.runs import SMALL_TEXT, WORDS, Train, small_run
+from support.runs import SMALL_TEXT, WORDS, Train, Trained, small_run
+from support.sharing import make_once, shared_folder
 
 # Fixtures import what is heavy: tests of pure maths start without diffusers and transformers.
 if TYPE_CHECKING:
@@ -35,41 +37,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a StableDiffusion3Pipeline with random weights."""
-    import torch
-    from support.tiny_models import stable_diffusion_3
-
-    folder = tmp_path_factory.mktemp("checkpoint") / "sd3"
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        stable_diffusion_3(scaling_factor=1.0, shift_factor=0.0).save_pretrained(folder)
-    return folder
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the worker processes of a session share."""
+    return shared_folder(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoint(shared: Path) -> Path:
+    """The folder of a StableDiffusion3Pipeline with random weights."""
+
+    def save(folder: Path) -> None:
+        import torch
+        from support.tiny_models import stable_diffusion_3
+
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            stable_diffusion_3(scaling_factor=1.0, shift_factor=0.0).save_pretrained(folder)
+
+    return make_once(shared / "sd3", save)
+
+
+@pytest.fixture(scope="session")
+def saved(shared: Path) -> Callable[[str], Path]:
     """Returns the folder of a random checkpoint by its name in `tiny_models`; made once."""
     from support.tiny_models import TINY, VARIANTS
 
-    root = tmp_path_factory.mktemp("tiny")
-
     def folder(name: str) -> Path:
-        if not (root / name).exists():
-            tiny = (TINY | VARIANTS)[name]
-            for package in tiny.packages:
-                pytest.importorskip(package)
-            tiny.save(root / name)
-        return root / name
+        tiny = (TINY | VARIANTS)[name]
+        for package in tiny.packages:
+            pytest.importorskip(package)
+        return make_once(shared / "tiny" / name, tiny.save)
 
     return folder
 
 
 @pytest.fixture(scope="session")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "words.txt"
-    path.write_text("".join(f'"{word}"\n' for word in WORDS))
-    return path
+def prompt_file(shared: Path) -> Path:
+    text = "".join(f'"{word}"\n' for word in WORDS)
+    return make_once(shared / "words.txt", lambda path: path.write_text(text))
 
 
 @pytest.fixture(scope="session")
@@ -90,13 +95,11 @@ def model(loaded: FlowModel) -> FlowModel:
 
 
 @pytest.fixture(scope="session")
-def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_lm(shared: Path) -> Path:
     """The folder of a random language model."""
     from support.tiny_language_model import save_language_model
 
-    folder = tmp_path_factory.mktemp("lm") / "tiny"
-    save_language_model(folder)
-    return folder
+    return make_once(shared / "tiny_lm", save_language_model)
 
 
 @pytest.fixture
@@ -196,24 +199,19 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def trained(
-    checkpoint: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
+def trained(checkpoint: Path, prompt_file: Path, shared: Path) -> Trained:
     """Returns the folder of a finished run of `overrides` and further ones, trained once.
 
-    Tests only read it: a run costs seconds.
+    Tests of all workers only read it: a run costs seconds.
     """
     from flowgrpo_rc.cli import main
 
-    root = tmp_path_factory.mktemp("trained")
-    folders: dict[tuple[str, ...], Path] = {}
-
     def folder(*further: str) -> Path:
-        if further not in folders:
-            out = root / f"run_{len(folders)}"
-            assert main(["train", *small_run(checkpoint, prompt_file, out), *further]) == 0
-            folders[further] = out
-        return folders[further]
+        def train(path: Path) -> None:
+            assert main(["train", *small_run(checkpoint, prompt_file, path), *further]) == 0
+
+        name = hashlib.sha256(repr(further).encode()).hexdigest()[:16]
+        return make_once(shared / "trained" / name, train)
 
     return folder
 

@@ -192,8 +192,12 @@ def test_a_file_is_one_sitting():
 # A mode is an object. Its setting is read where it is declared, checked, chosen and made into one.
 ASKS_THE_MODE = {
     "correction/config.py",
-    "config/check_settings.py",
+    "spec/run_spec.py",
+    "spec/resolve.py",
+    "spec/check_settings.py",
     "calibration/choice.py",
+    "algorithms/policy_gradient/objective.py",
+    "monitoring/health_rules.py",
     "algorithms/policy_gradient/modes.py",
 }
 

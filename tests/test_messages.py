@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import flowgrpo_rc
-from flowgrpo_rc.commands.doctor import report
-from flowgrpo_rc.commands.doctor_gpu import Finding
+from flowgrpo_rc.commands.doctor import Finding, report
 from flowgrpo_rc.config.names import config_folder
 
 PACKAGE = Path(flowgrpo_rc.__file__).parent

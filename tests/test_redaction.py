@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowgrpo_rc.config.compose import compose_all, unchecked_config
+from flowgrpo_rc.config.compose import compose_all, to_config
 from flowgrpo_rc.redaction import redact, redact_command
 
 
@@ -127,5 +127,5 @@ def test_a_long_text_takes_no_time(text: str) -> None:
 @pytest.mark.parametrize("name", ["tiny_ocr", "token_grpo", "tiny_clip_ocr", "verl_omni"])
 def test_settings_of_this_package_are_no_secrets(name: str) -> None:
     composed = compose_all(["model.path=a/b"], config_name=name)
-    config = dataclasses.asdict(unchecked_config(composed.config))
+    config = dataclasses.asdict(to_config(composed.config))
     assert redact(config) == config

@@ -23,15 +23,20 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.build import assemble, make_processes
-from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.spec.check_inputs import prompts_of
+from flowgrpo_rc.spec.machine import machine_of_process
+from flowgrpo_rc.spec.resolve import resolve
 from flowgrpo_rc.training.trainer import Trainer
 
 CORRECTION = "algorithm.rollout_correction"
 ARMS = {
     "bypass": [f"{CORRECTION}=bypass_ppo_clip"],
-    "recomputed": [f"{CORRECTION}=decoupled_token_is", "actor.old_log_probs=recompute"],
+    "recomputed": [
+        f"{CORRECTION}=decoupled_token_is",
+        f"{CORRECTION}.rollout_is_batch_normalize=true",
+    ],
     "own": [f"{CORRECTION}=decoupled_token_is"],
 }
 
@@ -42,8 +47,9 @@ def make_trainer(folder: str, overrides: list[str], stack: ExitStack) -> Trainer
     composed = compose_config(["actor.train_n=null", *overrides, *settings])
     composed.actor.ppo_mini_batch_size = composed.data.train_batch_size
     config = to_config(composed)
+    spec = resolve(config, machine_of_process(config))
     trainer = assemble(
-        config, RunFolder(Path(folder)), make_processes(config), prompts_of(config), first_step=0
+        spec, RunFolder(Path(folder)), make_processes(config), prompts_of(spec), first_step=0
     )
     stack.callback(trainer.close)
     trainer.start(None)

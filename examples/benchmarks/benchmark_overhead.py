@@ -32,12 +32,14 @@ from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.algorithms.policy_gradient.modes import Decoupled
 from flowgrpo_rc.build import assemble, make_processes
-from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.spec.check_inputs import prompts_of
+from flowgrpo_rc.spec.machine import machine_of_process
+from flowgrpo_rc.spec.resolve import resolve
+from flowgrpo_rc.spec.run_spec import RunSpec
 from flowgrpo_rc.training.trainer import Trainer
 
 PLAIN = (
@@ -48,30 +50,31 @@ PLAIN = (
 )
 
 
-def bare_step(config: Config, run: Trainer) -> None:
+def bare_step(spec: RunSpec, run: Trainer) -> None:
     """Makes the calls of one training step and nothing else, in the step's own batch shapes."""
     model: Any = run.task.model
     source: Any = run.source  # of an engine in this process
-    spec = config.rollout.spec()
+    config = spec.config
+    sampler = config.rollout.spec()
     micro_batch_size = config.actor.ppo_micro_batch_size_per_gpu
     prompts = [p for p in source.prompts(1).prompts for _ in range(config.rollout.n)]
-    conditioning = encode_unique(model, prompts, spec)
-    x = normal(model.latent_shape(spec), range(len(prompts)))
+    conditioning = encode_unique(model, prompts, sampler)
+    x = normal(model.latent_shape(sampler), range(len(prompts)))
     everyone = torch.arange(len(prompts))
-    schedule = model.walked_schedule(spec)
+    schedule = model.walked_schedule(sampler)
     window, _, _ = config.rollout.window()
     # Samples of the first mini-batch, whose own forwards give its old log-probs.
-    own = 0 if config.why_recompute() else config.samples_per_mini_batch(run.processes.count)
+    own = 0 if spec.why_recompute else spec.samples_per_mini_batch
 
     def velocity(transformer: torch.nn.Module, rows: torch.Tensor, t: int) -> torch.Tensor:
         timesteps = schedule.timesteps[t].expand(len(rows))
-        return model.velocity(transformer, x[rows], timesteps, conditioning[rows], None, spec)
+        return model.velocity(transformer, x[rows], timesteps, conditioning[rows], None, sampler)
 
     with torch.no_grad():
         for rows in everyone.split(config.rollout.micro_batch_size_per_gpu or micro_batch_size):
             for t in range(len(schedule.timesteps)):
                 velocity(source.engine.transformer, rows, t)
-            images = model.decode(x[rows], spec)
+            images = model.decode(x[rows], sampler)
             scored = run.rewards.submit(images, [prompts[row] for row in rows.tolist()])
             run.rewards.collect([scored])
     for rows in everyone.split(micro_batch_size):
@@ -102,9 +105,10 @@ def main() -> None:
             "rollout.pipeline.guidance_scale=1.0",
         ]
         config = to_config(compose_config([*PLAIN, *arguments.overrides, *quiet]))
-        prompts = prompts_of(config)
+        spec = resolve(config, machine_of_process(config))
+        prompts = prompts_of(spec)
         processes = make_processes(config)
-        trainer = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
+        trainer = assemble(spec, RunFolder(Path(folder)), processes, prompts, first_step=0)
         trainer.start(None)
         full = []
         bare = []
@@ -112,7 +116,7 @@ def main() -> None:
             start = time.perf_counter()
             trainer.train_step(round_number + 1)
             middle = time.perf_counter()
-            bare_step(config, trainer)
+            bare_step(spec, trainer)
             end = time.perf_counter()
             # The first round warms up.
             if round_number:

@@ -89,9 +89,11 @@ def measure(arm: Arm, steps: int, overrides: list[str]) -> list[float]:
 def assembled(arm: Arm, steps: int, overrides: list[str]) -> Iterator[Any]:
     """Gives the trainer of a run, and closes it."""
     from flowgrpo_rc.build import assemble, make_processes
-    from flowgrpo_rc.config.check_inputs import prompts_of
     from flowgrpo_rc.config.compose import compose_config, to_config
     from flowgrpo_rc.records.run_folder import RunFolder
+    from flowgrpo_rc.spec.check_inputs import prompts_of
+    from flowgrpo_rc.spec.machine import machine_of_process
+    from flowgrpo_rc.spec.resolve import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         settings = [
@@ -105,10 +107,9 @@ def assembled(arm: Arm, steps: int, overrides: list[str]) -> Iterator[Any]:
             f"rollout.staleness={arm.staleness}",
         ]
         config = to_config(compose_config(["actor.train_n=null", *overrides, *settings]))
+        spec = resolve(config, machine_of_process(config))
         processes = make_processes(config, quiet=True)
-        trainer = assemble(
-            config, RunFolder(Path(folder)), processes, prompts_of(config), first_step=0
-        )
+        trainer = assemble(spec, RunFolder(Path(folder)), processes, prompts_of(spec), first_step=0)
         try:
             yield trainer
         finally:

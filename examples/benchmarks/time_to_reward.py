@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 from cells import PLAIN_JOB, RESULTS, load, make_missing, save
 from time_to_reward_arms import (
     ARMS,
+    DECIDED,
     GOES,
     OURS,
     PEER_ARMS,
@@ -174,6 +175,7 @@ def clock(go: str, arms: Sequence[str], rounds: int, plan: Plan) -> None:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "run"
             command = Run(arm, number).command(plan, root)
+            command += DECIDED.get(go, ()) if arm in ARMS else ()
             variables = {**environment(), **VARIABLES.get(go, {})}
             watched = watch(command, root / "metrics.jsonl", variables)
         seconds = iteration_seconds(watched.readings[min(WARM, plan.steps - 1) :])

@@ -44,13 +44,15 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import to_uint8
 from flowgrpo_rc.models.lora_files import ADAPTER
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.rewards.ocr import OCR
+from flowgrpo_rc.spec.check_inputs import prompts_of
+from flowgrpo_rc.spec.machine import machine_of_process
+from flowgrpo_rc.spec.resolve import resolve
 
 NEVER = 10**9
 CLIP = 1e-3  # the band of the bundled job follows the mismatch, and the scripts take a number
@@ -199,7 +201,8 @@ def change(configuration: Settings, given: Sequence[str]) -> None:
 
 def scorer(config: Config) -> Any:
     """Makes what the script calls as its reward: images [N, 3, H, W] and their texts."""
-    prompts = {prompt.text: prompt for prompt in prompts_of(config).sampler.prompts}
+    spec = resolve(config, machine_of_process(config))
+    prompts = {prompt.text: prompt for prompt in prompts_of(spec).sampler.prompts}
     ocr = OCR()
     # The first image loads the model, which is no part of an iteration: a run of this package loads
     # it for the evaluation before training.
@@ -268,7 +271,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
-    config = to_config(compose_config(given.overrides), num_processes=1)
+    config = to_config(compose_config(given.overrides))
     output = Path(config.trainer.output_dir).resolve()
     folder = output / f"process_{RANK}"  # for what each process writes on its own
     folder.mkdir(parents=True)

@@ -28,14 +28,13 @@ it, in the cells whose rollout is `full`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ladder
-from cells import RESULTS, make_missing, save
+from cells import make_missing, save
 from ladder import REFERENCE
-from learning import CLIP, Run, measure
+from runs import Run, measure, parse, parser_of
 
 from flowgrpo_rc.commands.evaluate import evaluated
 from flowgrpo_rc.config.tree import stored_config
@@ -44,7 +43,6 @@ STUDY = "algorithms"
 ROLLOUT, _ = REFERENCE
 BUDGET = (*ladder.BUDGET, f"rollout.dtype={ROLLOUT}")
 FLOW_GRPO = ladder.ARMS["bypass"]
-TIGHT = (*FLOW_GRPO, f"{CLIP}=1e-4")
 WINDOW = "rollout.algo.sde_window"
 ARMS: Mapping[str, Sequence[str]] = {
     "flow_grpo": FLOW_GRPO,
@@ -58,8 +56,6 @@ ARMS: Mapping[str, Sequence[str]] = {
     # the three places of the window, twice
     "mix_grpo": (*FLOW_GRPO, f"{WINDOW}_interval=7"),
     "fast": (*FLOW_GRPO, f"{WINDOW}_size=2", f"{WINDOW}_range=[0,3]"),
-    "tight_clip": TIGHT,
-    "dual_clip": (*TIGHT, "actor.diffusion_loss.dual_clip=4"),
 }
 # Not compared with the others: the reference with frozen weights in few bits.
 QUANTIZED: Mapping[str, Sequence[str]] = {
@@ -67,14 +63,7 @@ QUANTIZED: Mapping[str, Sequence[str]] = {
 }
 FULL = "full"
 FIRST = ("diffusion_nft", "flow_grpo")
-QUICK = (
-    *BUDGET,
-    "trainer.total_training_steps=2",
-    "rollout.val_kwargs.n=8",
-    "data.train_batch_size=2",
-    "rollout.n=4",
-    "actor.ppo_micro_batch_size_per_gpu=8",
-)
+QUICK = (*ladder.QUICK, f"rollout.dtype={ROLLOUT}")
 
 
 def overrides(run: Run, budget: Sequence[str] = BUDGET) -> list[str]:
@@ -101,27 +90,21 @@ def score_on_full_weights(name: str, root: Path, results: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and makes the runs that are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--quantized", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    if given.quick and given.results == RESULTS:
-        parser.error("--quick needs a folder of its own: give --results")
-    runs = plan(1)[:1] if given.quick else plan(given.seeds)
-    if given.quantized:
+    options = parse(parser, arguments)
+    runs = plan(1)[:1] if options.quick else plan(options.seeds)
+    if options.quantized:
         runs = [Run(ROLLOUT, arm, seed) for seed in (1, 2, 3) for arm in QUANTIZED]
-    budget = QUICK if given.quick else BUDGET
+    budget = QUICK if options.quick else BUDGET
 
     def make(run: Run) -> None:
-        also = score_on_full_weights if given.quantized else None
-        measure(run, overrides(run, budget), STUDY, given.results, also)
+        also = score_on_full_weights if options.quantized else None
+        measure(run, overrides(run, budget), STUDY, options.results, also)
 
-    make_missing(STUDY, runs, make, workers=given.workers, folder=given.results)
+    make_missing(STUDY, runs, make, workers=options.workers, folder=options.results)
 
 
 if __name__ == "__main__":

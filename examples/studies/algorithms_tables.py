@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from algorithms import ARMS, FULL, QUANTIZED, ROLLOUT, STUDY
 from cells import Cell
-from learning_tables import NOTHING, Estimate, Runs, after, by_cell, difference, estimate
+from estimates import NOTHING, Estimate, Runs, after, by_cell, difference, estimate
 from tables import markdown
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
@@ -19,15 +19,14 @@ def runs_of(cells: Mapping[str, Cell], arm: str, rollout: str = ROLLOUT) -> Runs
 
 
 def rewards(cells: Mapping[str, Cell]) -> str:
-    """Makes the table of rewards after training; arms that have not run are missing in it."""
+    """Makes the table of rewards after training."""
     flow_grpo = runs_of(cells, "flow_grpo")
     rows = []
     for arm in ARMS:
         runs = runs_of(cells, arm)
-        if runs:
-            gap = None if arm == "flow_grpo" else difference(runs, flow_grpo)
-            compared = NOTHING if gap is None else gap.signed
-            rows.append([f"`{arm}`", *_of(runs), compared, _cost(runs, flow_grpo)])
+        gap = None if arm == "flow_grpo" else difference(runs, flow_grpo)
+        compared = NOTHING if gap is None else gap.signed
+        rows.append([f"`{arm}`", *_of(runs), compared, _cost(runs, flow_grpo)])
     gap_name = "against `flow_grpo`, seed by seed"
     header = ["arm", "seeds", "reward after", "exact match", gap_name, "CPU time"]
     return markdown(header, rows)
@@ -46,12 +45,6 @@ def _of(runs: Runs) -> list[str]:
     """Returns seeds, reward and share of exact matches of an arm."""
     exact = estimate([run["exact_after"] for run in runs.values()])
     return [", ".join(map(str, runs)), str(after(runs)), str(exact)]
-
-
-def missing(cells: Mapping[str, Cell]) -> str:
-    """Lists the arms without a run."""
-    ran = {run["arm"] for run in cells.values()}
-    return ", ".join(f"`{arm}`" for arm in ARMS if arm not in ran) or "none"
 
 
 def quantized(cells: Mapping[str, Cell]) -> str:
@@ -85,7 +78,6 @@ def nft_is_level(cells: Mapping[str, Cell]) -> bool:
 
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "algorithms_rewards": rewards,
-    "algorithms_missing": missing,
     "quantized": quantized,
     "algorithms_nft": lambda cells: str(gap.signed) if (gap := nft_gap(cells)) else NOTHING,
 }

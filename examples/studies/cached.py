@@ -23,13 +23,11 @@ Fixed before the first run:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import ladder
-from cells import RESULTS, make_missing
-from learning import Run, measure
+from cells import make_missing
+from runs import Run, measure, parse, parser_of
 
 STUDY = "cached"
 ROLLOUT = "fp32"
@@ -57,24 +55,18 @@ def overrides(run: Run, budget: Sequence[str] = BUDGET) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and makes the runs that are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    if given.quick and given.results == RESULTS:
-        parser.error("--quick needs a folder of its own: give --results")
+    options = parse(parser, arguments)
     runs = [Run(ROLLOUT, arm, seed) for seed in SEEDS for arm in ARMS]
-    if given.quick:
+    if options.quick:
         runs = [Run(ROLLOUT, "inside", 1)]
 
     def make(run: Run) -> None:
-        budget = QUICK if given.quick else BUDGET
-        measure(run, overrides(run, budget), STUDY, given.results)
+        budget = QUICK if options.quick else BUDGET
+        measure(run, overrides(run, budget), STUDY, options.results)
 
-    make_missing(STUDY, runs, make, workers=given.workers, folder=given.results)
+    make_missing(STUDY, runs, make, workers=options.workers, folder=options.results)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,14 @@
-"""The table and the figure of docs/evidence.md about rollouts that use blocks again, and pools.
-
-python examples/studies/cached_tables.py    # draws docs/figures/cached.svg
-"""
+"""The table of docs/evidence.md about rollouts that use blocks again, and pools."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-import matplotlib
 from cached import ARMS, ROLLOUT, STUDY
-from cells import Cell, load
-from learning_figures import STYLE
-from learning_tables import NOTHING, Estimate, Runs, after, by_cell, collapsed, difference
-from matplotlib.figure import Figure
-from tables import DOCS, markdown
+from cells import Cell
+from estimates import NOTHING, Estimate, Runs, after, by_cell, collapsed, difference
+from tables import markdown
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
 LEAST = -0.02  # of the rule
@@ -79,23 +72,6 @@ def holds(cells: Mapping[str, Cell], arm: str) -> bool:
     return gap(cells, arm).mean > LEAST and collapsed(runs_of(cells, arm)) == 0
 
 
-def draw(cells: Mapping[str, Cell], path: Path) -> None:
-    """Draws the reward after training of each run against block evaluations and CPU seconds."""
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": STUDY}):
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
-        for marker, arm in zip("os^vDPX", ARMS, strict=True):
-            runs = runs_of(cells, arm)
-            rewards_after = [run["after"] for run in runs.values()]
-            seconds = [run["cpu_seconds"] for run in runs.values()]
-            left.plot([blocks(runs, arm)] * len(runs), rewards_after, marker, label=arm, ms=7)
-            right.plot(seconds, rewards_after, marker, ms=7)
-        left.set(xlabel="block evaluations over those of exact", ylabel="held-out reward")
-        right.set(xlabel="CPU seconds of a run")
-        left.legend()
-        figure.savefig(path, metadata={"Date": None})
-
-
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {"cached": rewards}
 CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "cached_inside_holds": lambda cells: holds(cells, "inside"),
@@ -105,6 +81,3 @@ CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     ),
     "cached_recipe_collapses": lambda cells: collapsed(runs_of(cells, "inside_recipe")) == 3,
 }
-
-if __name__ == "__main__":
-    draw(load(STUDY), DOCS / "figures" / f"{STUDY}.svg")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from cells import RESULTS, Cell, load
 from diversity import BASE
 from diversity import STUDY as DIVERSITY
+from estimates import NOTHING, Estimate, collapsed, difference, estimate
 from ladder import FURTHER, REFERENCE, STUDY
 from ladder_tables import against, behind, grouped
-from learning_tables import NOTHING, Estimate, collapsed, difference, estimate
 from tables import markdown
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]

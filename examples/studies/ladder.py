@@ -37,31 +37,31 @@ what counts instead.
   of exact rollouts seed by seed, is below 0 with its whole 95% interval.
 
 The clip is 1e-4 for the recipe, as published; 1e-3 about a recomputed old policy, where no mismatch
-is in the ratio; and auto:16 in bypass mode, as the gradient study recommends.
+is in the ratio; and auto:16 in bypass mode.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import diversity
-import learning
-from cells import PLAIN_JOB, RESULTS, make_missing
-from learning import CLIP, RC, Run, measure
+from cells import PLAIN_JOB, make_missing
+from runs import CLIP, RC, Run, measure, parse, parser_of
 
 STUDY = "ladder"
 
-FEW_BITS = "rollout.name=learning_rollouts.FewBits"
+FEW_BITS = "rollout.name=worse_rollouts.FewBits"
 ROLLOUTS: Mapping[str, Sequence[str]] = {
-    **{name: learning.ROLLOUTS[name] for name in ("fp32", "bf16", "int8", "int4")},
+    "fp32": ("rollout.dtype=fp32",),
+    "bf16": (),
+    "int8": ("rollout.quantization=int8_dynamic",),
+    "int4": ("rollout.quantization=int4",),
     "int4_old8": ("rollout.quantization=int4", "rollout.staleness=8"),
     "int4_old16": ("rollout.quantization=int4", "rollout.staleness=16"),
     "bits3": (FEW_BITS, "+rollout.engine_kwargs.bits=3"),
     "bits2": (FEW_BITS, "+rollout.engine_kwargs.bits=2"),
-    "reuse": ("rollout.name=learning_rollouts.ReusedVelocity",),
-    "skip": ("rollout.name=learning_rollouts.SkippedBlock", "+rollout.engine_kwargs.block=3"),
+    "reuse": ("rollout.name=worse_rollouts.ReusedVelocity",),
+    "skip": ("rollout.name=worse_rollouts.SkippedBlock", "+rollout.engine_kwargs.block=3"),
 }
 BYPASS = f"{RC}=bypass_ppo_clip"
 FITTING = f"{CLIP}=auto:16"
@@ -71,8 +71,21 @@ ARMS: Mapping[str, Sequence[str]] = {
     "recomputed": (f"{RC}=disabled", f"{CLIP}=1e-3"),
     "centered_recomputed": (f"{RC}=disabled", f"{RC}.centered=true", f"{CLIP}=1e-3"),
     "guard": (BYPASS, "actor.diffusion_loss.loss_mode=grpo_guard", FITTING),
-    "recipe": (*learning.ARMS["recipe"], f"{CLIP}=1e-4"),
-    "default": (BYPASS, f"{RC}.centered=true", FITTING, *learning.AUTO),
+    "recipe": (
+        f"{RC}.bypass_mode=true",
+        f"{RC}.centered=false",
+        f"{RC}.rollout_is=sequence",
+        f"{RC}.rollout_rs=seq_mean_k1",
+        f"{RC}.rollout_rs_threshold='0.5_2.0'",
+        f"{CLIP}=1e-4",
+    ),
+    "default": (
+        BYPASS,
+        f"{RC}.centered=true",
+        FITTING,
+        f"{RC}.rollout_rs=token_k1",
+        f"{RC}.rollout_rs_threshold=auto:4",
+    ),
     "tis": (f"{RC}=slime_tis", f"{CLIP}=1e-4"),
     "mis": (f"{RC}=slime_mis", f"{CLIP}=1e-4"),
 }
@@ -119,28 +132,24 @@ def overrides(run: Run, budget: Sequence[str] = BUDGET) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and makes the runs that are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--further", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    if given.quick and given.results == RESULTS:
-        parser.error("--quick needs a folder of its own: give --results")
-    cells, seeds, budget = (QUICK_CELLS, 1, QUICK) if given.quick else (CELLS, given.seeds, BUDGET)
+    options = parse(parser, arguments)
+    cells = QUICK_CELLS if options.quick else CELLS
+    seeds = 1 if options.quick else options.seeds
+    budget = QUICK if options.quick else BUDGET
     runs = [Run(*cell, seed) for seed in range(1, seeds + 1) for cell in cells]
-    if given.further:
+    if options.further:
         most = range(1, max(FURTHER.values()) + 1)
         runs = [Run(*cell, seed) for seed in most for cell, last in FURTHER.items() if seed <= last]
 
     def make(run: Run) -> None:
-        also = diversity.keep if given.further else None
-        measure(run, overrides(run, budget), STUDY, given.results, also)
+        also = diversity.keep if options.further else None
+        measure(run, overrides(run, budget), STUDY, options.results, also)
 
-    make_missing(STUDY, runs, make, workers=given.workers, folder=given.results)
+    make_missing(STUDY, runs, make, workers=options.workers, folder=options.results)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cells import Cell
+from estimates import NOTHING, Estimate, by_cell, collapsed, difference, estimate
 from ladder import ARMS, CLIMBERS, REFERENCE, ROLLOUTS, RUNGS, STUDY
-from learning_tables import NOTHING, Estimate, by_cell, collapsed, difference, estimate
 from tables import markdown
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]

@@ -30,7 +30,7 @@ from cells import RESULTS, Cell, load
 
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parents[1] / "docs"
-NAMES = ("evidence", "gradient_study", "performance")
+NAMES = ("evidence", "performance")
 PAGES = (*(DOCS / f"{name}.md" for name in NAMES), DOCS.parent / "README.md")
 MARKED = re.compile(r"(<!--(table|value):(\w+)-->)(.*?)(<!--/\2-->)", re.DOTALL)
 CLAIM = re.compile(r"<!--claim:(\w+)-->")

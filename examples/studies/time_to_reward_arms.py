@@ -59,13 +59,8 @@ LEVERS: Mapping[str, Lever] = {
     ),
     "rollout.dtype=auto": Lever(
         ("rollout.dtype=fp32",),
-        "the slower of fp32 and bf16 on this machine",
+        "products in fp32, where the CPU has units for bf16",
         "the mismatch, which the correction is there for",
-    ),
-    "model.onednn=auto": Lever(
-        ("model.onednn=false",),
-        "MKL's slower products of frozen fp32 layers, on a CPU of AMD",
-        "last bits",
     ),
     "actor.steps_per_forward=null": Lever(
         ("actor.steps_per_forward=1",),
@@ -83,7 +78,10 @@ LEVERS: Mapping[str, Lever] = {
         "nothing: the same texts",
     ),
 }
-ARMS = OURS | {key: (*CONSTANT, *lever.without) for key, lever in LEVERS.items()}
+ARMS: Mapping[str, Sequence[str]] = {
+    **OURS,
+    **{key: (*CONSTANT, *lever.without) for key, lever in LEVERS.items()},
+}
 
 
 class PeerArm(NamedTuple):
@@ -124,6 +122,8 @@ GOES: Mapping[str, Sequence[str]] = {
 VARIABLES: Mapping[str, Mapping[str, str]] = {
     "without_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
+# What `auto` would decide there for the bundled job, but for the flags of this CPU.
+DECIDED: Mapping[str, Sequence[str]] = {"without_bf16": ("rollout.dtype=fp32",)}
 
 
 def settings(arm: str) -> list[str]:

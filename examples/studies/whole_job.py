@@ -21,12 +21,10 @@ leaves one line in FOLDER/whole_job.jsonl; runs that have their line are skipped
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from cells import PLAIN_JOB, RESULTS, make_missing
-from learning import CLIP, RC, Run, measure
+from cells import PLAIN_JOB, make_missing
+from runs import CLIP, RC, Run, measure, parser_of
 
 STUDY = "whole_job"
 ROLLOUTS: Mapping[str, Sequence[str]] = {
@@ -59,25 +57,21 @@ def overrides(run: Run) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and makes the runs that are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rollouts", nargs="+", choices=(*ROLLOUTS,), default=[*ROLLOUTS])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     runs = [
         Run(rollout, arm, FIRST_SEEDS.get(rollout, 1) + number)
-        for number in range(given.seeds)
-        for rollout in given.rollouts
+        for number in range(options.seeds)
+        for rollout in options.rollouts
         for arm in ARMS[rollout]
     ]
 
     def make(run: Run) -> None:
-        measure(run, overrides(run), STUDY, given.results)
+        measure(run, overrides(run), STUDY, options.results)
 
-    make_missing(STUDY, runs, make, workers=given.workers, folder=given.results)
+    make_missing(STUDY, runs, make, workers=options.workers, folder=options.results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md that come from whole runs of the bundled job."""
+"""The numbers of docs/evidence.md and README.md that come from whole runs of the bundled job."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from cells import Cell
-from learning_tables import Estimate, after, by_cell, difference
-from tables import markdown
+from estimates import Estimate, by_cell, difference
 from whole_job import ARMS, FIRST_SEEDS, STUDY
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
 
 LIMIT = 2.0  # standard errors, beyond which one arm ends ahead of another
-
-
-def rewards(rollout: str, cells: Mapping[str, Cell]) -> str:
-    """Makes the table of rewards after training, with the reward of each seed."""
-    rows = []
-    for (_, arm), runs in by_cell(cells, (rollout,), tuple(ARMS[rollout])).items():
-        each = ", ".join(f"{run['after']:.3f}" for run in runs.values())
-        rows.append([f"`{arm}`", ", ".join(map(str, runs)), each, after(runs)])
-    return markdown(["arm", "seeds", "reward after each", "mean"], rows)
 
 
 def gap(rollout: str, arm: str, to: str, cells: Mapping[str, Cell]) -> Estimate:
@@ -56,10 +46,8 @@ centered = partial(gap, "bf16", "centered", "plain")
 guard = partial(gap, "int4", "guard", "centered")
 
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
-    "whole_job_rewards": partial(rewards, "bf16"),
     "whole_job_gap": lambda cells: centered(cells).signed,
     "whole_job_pairs": lambda cells: str(centered(cells).count),
-    "whole_job_int4": partial(rewards, "int4"),
     "whole_job_guard": lambda cells: guard(cells).signed,
     "whole_job_guard_pairs": lambda cells: str(guard(cells).count),
     "shipped_before": partial(shipped, "before"),

@@ -6,7 +6,6 @@ from typing import Any
 
 ROOT = Path(__file__).parent
 SUITES = ROOT / "suites"
-_FOLDER = "/flowgrpo_rc/assets/"  # of every installation
 
 
 def path(name: str) -> Path:
@@ -36,31 +35,12 @@ def with_references(tree: Any) -> Any:
     Returns:
       A copy. Other paths stay as they are, those of files beside the assets included.
     """
-    return _mapped(tree, lambda text: _reference(text) if text.startswith(f"{ROOT}/") else text)
-
-
-def with_all_references(tree: Any) -> Any:
-    """Replaces paths of assets in any installation by `${asset:NAME}`; otherwise as
-    `with_references`.
-    """
     return _mapped(tree, _reference)
 
 
-def with_lost_references(tree: Any) -> Any:
-    """Replaces paths of assets in an installation that is gone by `${asset:NAME}`; otherwise as
-    `with_references`.
-    """
-    return _mapped(tree, _lost_reference)
-
-
-def _lost_reference(text: str) -> str:
-    reference = _reference(text)
-    return text if reference != text and Path(text).exists() else reference
-
-
 def _reference(text: str) -> str:
-    _, found, name = text.rpartition(_FOLDER)
-    return f"${{asset:{name}}}" if found and name in _bundled() else text
+    name = text.removeprefix(f"{ROOT}/")
+    return f"${{asset:{name}}}" if name != text and name in _bundled() else text
 
 
 def _mapped(tree: Any, change: Callable[[str], str]) -> Any:

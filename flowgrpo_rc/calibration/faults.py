@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, SamplerSpec
 from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, with_guidance
+from flowgrpo_rc.calibration.noise import HALF
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.schedule import shift_sigmas
 from flowgrpo_rc.core.search import fit
@@ -31,7 +32,6 @@ from flowgrpo_rc.rollout.concat import concat
 Change = Callable[[DiffusionBatch], DiffusionBatch | None]
 State = Mapping[str, Tensor]
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHIFTS = [2 ** (k / 2) for k in range(-4, 5)]  # of the schedule, relative to the configured one
 SCALES = [0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0]  # of the guidance, likewise
 EMBEDDED = (1.0, 2.5, 3.5, 5.0, 7.0)  # usual guidance of transformers that take it as an input
@@ -54,7 +54,7 @@ PLANTED = "  a  b\nc \n"
 class Trial(NamedTuple):
     """A fault that was tried."""
 
-    cause: str  # a key of `causes.REMEDIES`
+    cause: str  # a name of the table of causes
     fault: str  # in words
     residual: float  # mean |difference| between a replay with it and the engine
 
@@ -65,6 +65,13 @@ class Lora(NamedTuple):
     start: State  # before any movement
     before: State  # before the last one
     current: State  # as the engine was given them last
+
+    def wrong_states(self, scale: float) -> Iterator[tuple[str, str, State]]:
+        """Yields what an engine may hold in place of the current ones: cause, fault, tensors."""
+        yield "lora", "LoRA not applied", scaled(self.current, 0.0)
+        yield "lora", "LoRA applied without alpha / rank", scaled(self.current, 1 / scale)
+        yield "weights", "weights of the version before", self.before
+        yield "weights", "weights of the start", self.start
 
 
 class Replay:
@@ -90,24 +97,17 @@ class Replay:
         if self._rollout.request.seeds:  # else nobody knows the noise
             yield from self._lost_latents()
         yield from self._late_log_probs()
-        current = self._lora.current
-        states: Sequence[tuple[str, str, State]] = (
-            ("lora", "LoRA not applied", scaled(current, 0.0)),
-            ("lora", "LoRA applied without alpha / rank", scaled(current, 1 / self._lora_scale)),
-            ("weights", "weights of the version before", self._lora.before),
-            ("weights", "weights of the start", self._lora.start),
-        )
-        for cause, fault, state in states:
+        for cause, fault, state in self._lora.wrong_states(self._lora_scale):
             self._copy.load(state)
             yield Trial(cause, fault, self._residual(_as_it_is))
-        self._copy.load(current)
+        self._copy.load(self._lora.current)
         yield from self.prompt_trials()
 
     def prompt_trials(self) -> Iterator[Trial]:
         """Tries texts that were changed before they were encoded, where a change has an effect."""
         rows = torch.arange(len(self._batch), device=self._batch.prompt_index.device)
-        for name, others in other_prompts(self._rollout.prompts):
-            conditioning = encode_unique(self._model, others, self._spec)
+        for name, prompts in other_prompts(self._rollout.prompts):
+            conditioning = encode_unique(self._model, prompts, self._spec)
             residual = self._residual(partial(encoded, conditioning=conditioning, rows=rows))
             yield Trial("prompt", f"prompts {name}", residual)
 
@@ -115,7 +115,7 @@ class Replay:
         """Tries every fault that has a size, fitted to the record or else a typical one."""
 
         def residual(shift: float) -> float:
-            return self._residual(partial(shifted, self._timesteps, shift))
+            return self._residual(partial(rescheduled, self._shifted(shift)))
 
         shift = fit(residual, SHIFTS) if fitted else TYPICAL_SHIFT
         yield Trial("schedule", f"sigmas shifted by {shift:.4g}", residual(shift))
@@ -123,23 +123,29 @@ class Replay:
         if self._model.embeds_guidance:
             yield self.guidance_trial("guidance_scale", fitted=fitted)
 
+    def _shifted(self, shift: float) -> Schedule:
+        """Returns the schedule with shifted sigmas, its timesteps in proportion."""
+        sigmas = self._batch.sigmas
+        shifted = shift_sigmas(sigmas, shift)
+        return Schedule(timesteps=self._timesteps * (shifted / sigmas)[:-1], sigmas=shifted)
+
     def _changes(self) -> Iterator[tuple[str, str, Change]]:
         """Yields the table of faults that change what a step starts from: cause, words, change."""
-        model, spec = self._model, self._spec
-        asked = model.cfg_scale(spec)
-        if asked > 1:
-            none = model.cfg_value(1.0)
-            without = with_guidance(spec, model.cfg_key, none)
-            fault = dropped(model.cfg_key, none, model.cfg_value(asked))
-            yield "guidance", fault, lambda piece: piece.replace(spec=without, negative=None)
-        plain = unshifted(model, spec)
+        model = self._model
+        scale = model.cfg_scale(self._spec)
+        if scale > 1:
+            unguided = with_guidance(self._spec, model.cfg_key, model.cfg_value(1.0))
+            fault = dropped(model.cfg_key, model.cfg_value, scale)
+            yield "guidance", fault, lambda piece: piece.replace(spec=unguided, negative=None)
+        plain = unshifted(model, self._spec)
         if not torch.equal(plain.timesteps, self._timesteps):
             fault = "shift dropped: the schedule is that of shift 1"
             yield "schedule", fault, partial(rescheduled, plain)
         for name, dtype in HALF.items():
             yield "timestep", f"timesteps rounded to {name}", partial(round_timesteps, dtype)
         for name, dtype in HALF.items():
-            yield "latents", f"latents rounded to {name} before a step", partial(round_start, dtype)
+            fault = f"latents rounded to {name} before a step"
+            yield "latents", fault, partial(round_states, dtype, slice(0, 1))
         for by, where in PLACES.items():
             fault = f"steps are one {where} than recorded"
             yield "window", fault, partial(moved, self._timesteps, by)
@@ -151,21 +157,22 @@ class Replay:
         steps of our own, made from the same noise.
         """
         observed = self.log_probs - self.recorded
+        starts = range(0, len(self._batch), self._copy.rows)  # of the chunks that were sampled
+        sampled = concat([self._sampled_again(start) for start in starts])
+        stepped = concat([self._stepped_again(start) for start in starts])
         again = (
-            ("latents recorded in {}", self._sampled_again(), 0),
-            ("latents rounded to {} after a step", self._stepped_again(), 1),
+            ("latents recorded in {}", sampled, slice(0, None)),
+            ("latents rounded to {} after a step", stepped, slice(1, None)),
         )
         for name, dtype in HALF.items():
-            for fault, batch, first in again:
+            for fault, batch, which in again:
                 assert batch.rollout_log_probs is not None
-                rounded = self._copy.log_probs(round_states(batch, dtype, first))
+                rounded = self._copy.log_probs(round_states(dtype, which, batch))
                 pattern = rounded - batch.rollout_log_probs
                 yield Trial("latents", fault.format(name), distance(pattern, observed))
 
     def _late_log_probs(self) -> Iterator[Trial]:
-        if self._batch.num_steps < 2:
-            return
-        for by, where in PLACES.items():
+        for by, where in PLACES.items() if self._batch.num_steps > 1 else ():
             inside = slice(0, -1) if by > 0 else slice(1, None)
             ours = self.log_probs.roll(-by, 1)[:, inside]
             residual = distance(ours, self.recorded[:, inside])
@@ -173,26 +180,28 @@ class Replay:
 
     def guidance_trial(self, key: str, *, fitted: bool) -> Trial:
         """Tries another guidance: classifier-free, or the one that the transformer gets."""
-        model, spec, negative = self._model, self._spec, self._batch.negative
+        model = self._model
+        negative = self._batch.negative
         value: Callable[[float], float] = float
+        grid = SCALES
         if key == model.cfg_key:
-            asked, value, grid = model.cfg_scale(spec), model.cfg_value, SCALES
+            value = model.cfg_value
+            scale = model.cfg_scale(self._spec)
             if negative is None:
                 prompts = self._rollout.request.prompts.prompts
-                negative = encode_unique(model, prompts, spec, negative=True)
+                negative = encode_unique(model, prompts, self._spec, negative=True)
         else:
-            asked = spec.guidance_scale
-            grid = sorted({*SCALES, TYPICAL_SCALE, *(scale / asked for scale in EMBEDDED)})
+            scale = self._spec.guidance_scale
+            grid = sorted({*SCALES, TYPICAL_SCALE, *(usual / scale for usual in EMBEDDED)})
 
         def residual(factor: float) -> float:
-            other = with_guidance(spec, key, value(asked * factor))
-            return self._residual(lambda piece: piece.replace(spec=other, negative=negative))
+            spec = with_guidance(self._spec, key, value(scale * factor))
+            return self._residual(lambda piece: piece.replace(spec=spec, negative=negative))
 
         factor = fit(residual, grid) if fitted else TYPICAL_SCALE
-        scale = asked * factor
-        fault = f"{key} {value(scale):.4g} in place of {value(asked):g}"
-        if math.isclose(scale, 1.0, rel_tol=1e-3) and asked > 1:
-            fault = dropped(key, value(1.0), value(asked))
+        fault = f"{key} {value(scale * factor):.4g} in place of {value(scale):g}"
+        if math.isclose(scale * factor, 1.0, rel_tol=1e-3) and scale > 1:
+            fault = dropped(key, value, scale)
         return Trial("guidance", fault, residual(factor))
 
     def _replayed(self, change: Change) -> Tensor:
@@ -207,57 +216,49 @@ class Replay:
     def _residual(self, change: Change) -> float:
         return distance(self._replayed(change), self.recorded)
 
-    def _sampled_again(self) -> DiffusionBatch:
-        """Returns what the copy samples from the same seeds."""
-        batches = []
-        for start, rows in self._chunks():
-            seeds = self._rollout.request.latent_seeds[start : start + len(rows)]
-            trajectory = self._copy.policy.rollout(
-                normal(rows.all_latents.shape[2:], seeds, "latents").to(rows.all_latents.device),
-                rows.conditioning[rows.prompt_index],
-                None if rows.negative is None else rows.negative[rows.prompt_index],
-                rows.spec,
-                rows.step_indices,
-                partial(normal, rows.all_latents.shape[2:], rows.seed.tolist(), "step"),
-            )
-            states, log_probs = trajectory.window_latents, trajectory.log_probs
-            batches.append(rows.replace(all_latents=states, rollout_log_probs=log_probs))
-        return concat(batches)
+    def _sampled_again(self, start: int) -> DiffusionBatch:
+        """Returns what the copy samples from the same seeds as the chunk that begins there."""
+        rows = self._batch.rows(start, start + self._copy.rows)
+        seeds = self._rollout.request.latent_seeds[start : start + len(rows)]
+        shape = rows.all_latents.shape[2:]
+        trajectory = self._copy.policy.rollout(
+            normal(shape, seeds, "latents").to(rows.all_latents.device),
+            rows.conditioning[rows.prompt_index],
+            None if rows.negative is None else rows.negative[rows.prompt_index],
+            rows.spec,
+            rows.step_indices,
+            partial(normal, shape, rows.seed.tolist(), "step"),
+        )
+        states = trajectory.window_latents
+        return rows.replace(all_latents=states, rollout_log_probs=trajectory.log_probs)
 
     @torch.no_grad()
-    def _stepped_again(self) -> DiffusionBatch:
-        """Takes every recorded step again with the copy and the same noise."""
-        convention = self._spec.log_prob_convention
-        batches = []
-        for _, rows in self._chunks():
-            states, log_probs = [rows.all_latents[:, 0]], []
-            noise = seed_noise(rows).to(rows.all_latents.device)
-            for t in range(rows.num_steps):
-                step = self._copy.policy.transition(rows.step(t))
-                states.append(draw(step, noise[:, t]))
-                log_probs.append(log_prob(step, states[-1], convention=convention))
-            log_probs_BT = torch.stack(log_probs, 1)
-            again = rows.replace(all_latents=torch.stack(states, 1), rollout_log_probs=log_probs_BT)
-            batches.append(again)
-        return concat(batches)
-
-    def _chunks(self) -> Iterator[tuple[int, DiffusionBatch]]:
-        """Yields the recorded samples as they were sampled, with the place of each first one."""
-        for start in range(0, len(self._batch), self._copy.rows):
-            yield start, self._batch.rows(start, start + self._copy.rows)
+    def _stepped_again(self, start: int) -> DiffusionBatch:
+        """Takes every recorded step of a chunk again with the copy and the same noise."""
+        rows = self._batch.rows(start, start + self._copy.rows)
+        noise = seed_noise(rows).to(rows.all_latents.device)
+        states = [rows.all_latents[:, 0]]
+        log_probs = []
+        for t in range(rows.num_steps):
+            step = self._copy.policy.transition(rows.step(t))
+            states.append(draw(step, noise[:, t]))
+            convention = self._spec.log_prob_convention
+            log_probs.append(log_prob(step, states[-1], convention=convention))
+        states_BT = torch.stack(states, 1)
+        return rows.replace(all_latents=states_BT, rollout_log_probs=torch.stack(log_probs, 1))
 
 
 def other_prompts(prompts: Sequence[Prompt]) -> Iterator[tuple[str, list[Prompt]]]:
     """Yields each change of `TEXTS` by name, with the changed prompts, if it changes any."""
     for name, change in TEXTS.items():
-        others = [replace(prompt, text=change(prompt.text)) for prompt in prompts]
-        if others != list(prompts):
-            yield name, others
+        changed = [replace(prompt, text=change(prompt.text)) for prompt in prompts]
+        if changed != list(prompts):
+            yield name, changed
 
 
-def dropped(key: str, none: float, asked: float) -> str:
-    """Says that an engine takes no account of the guidance, whose key has `none` without any."""
-    return f"guidance dropped: {key} {none:g} in place of {asked:g}"
+def dropped(key: str, value: Callable[[float], float], scale: float) -> str:
+    """Says that an engine guides by no scale; `value` of one stands in the key."""
+    return f"guidance dropped: {key} {value(1.0):g} in place of {value(scale):g}"
 
 
 def unshifted(model: FlowModel, spec: SamplerSpec) -> Schedule:
@@ -290,22 +291,16 @@ def rescheduled(schedule: Schedule, piece: DiffusionBatch) -> DiffusionBatch:
     return piece.replace(sigmas=schedule.sigmas, all_timesteps=timesteps)
 
 
-def shifted(timesteps: Tensor, shift: float, piece: DiffusionBatch) -> DiffusionBatch:
-    """Moves a step to shifted sigmas, its timestep in proportion."""
-    sigmas = shift_sigmas(piece.sigmas, shift)
-    others = timesteps * (sigmas / piece.sigmas)[:-1]
-    return piece.replace(sigmas=sigmas, all_timesteps=others[piece.step_indices])
-
-
 def round_timesteps(dtype: torch.dtype, piece: DiffusionBatch) -> DiffusionBatch:
     """Rounds the timesteps to a precision."""
     return piece.replace(all_timesteps=piece.all_timesteps.to(dtype).float())
 
 
-def round_start(dtype: torch.dtype, piece: DiffusionBatch) -> DiffusionBatch:
-    """Starts the step from rounded latents; its end stays as recorded."""
-    start, end = piece.all_latents.unbind(1)
-    return piece.replace(all_latents=torch.stack([start.to(dtype).float(), end], 1))
+def round_states(dtype: torch.dtype, which: slice, batch: DiffusionBatch) -> DiffusionBatch:
+    """Rounds recorded states, [B, T+1]; the one with index 0 is where step 1 starts."""
+    states = batch.all_latents.clone()
+    states[:, which] = states[:, which].to(dtype).float()
+    return batch.replace(all_latents=states)
 
 
 def moved(timesteps: Tensor, by: int, piece: DiffusionBatch) -> DiffusionBatch | None:
@@ -314,13 +309,6 @@ def moved(timesteps: Tensor, by: int, piece: DiffusionBatch) -> DiffusionBatch |
     if not 0 <= int(steps.min()) <= int(steps.max()) < len(timesteps):
         return None
     return piece.replace(step_indices=steps, all_timesteps=timesteps[steps])
-
-
-def round_states(batch: DiffusionBatch, dtype: torch.dtype, first: int) -> DiffusionBatch:
-    """Rounds recorded states, from the one with index `first` on; 0 is where step 1 starts."""
-    states = batch.all_latents
-    rounded = torch.cat([states[:, :first], states[:, first:].to(dtype).float()], 1)
-    return batch.replace(all_latents=rounded)
 
 
 def scaled(state: State, factor: float) -> dict[str, Tensor]:

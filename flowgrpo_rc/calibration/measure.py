@@ -46,11 +46,6 @@ class RecordedRollout:
         """The prompt of each sample, [B]."""
         return [self.request.prompt_of(row) for row in range(len(self.batch))]
 
-    @property
-    def timesteps(self) -> list[int]:
-        """The timesteps of the recorded steps, [T]."""
-        return [round(1000 * sigma) for sigma in self.batch.sigmas[self.request.window[0]].tolist()]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
@@ -124,12 +119,13 @@ def with_guidance(spec: SamplerSpec, key: str, scale: float) -> SamplerSpec:
 
     A second scale moves with the first, and both reach 1, which is no guidance, together.
     """
-    changed: dict[str, Any] = {key: scale}
+    changes: dict[str, Any] = {key: scale}
     second = spec.guidance_scale_2
-    if key == "guidance_scale" and second is not None and spec.guidance_scale > 1:
-        share = (scale - 1) / (spec.guidance_scale - 1)
-        changed["guidance_scale_2"] = 1 + (second - 1) * share
-    return replace(spec, **changed)
+    first = spec.guidance_scale
+    if key == "guidance_scale" and second is not None and first > 1:
+        share = (scale - 1) / (first - 1)
+        changes["guidance_scale_2"] = 1 + (second - 1) * share
+    return replace(spec, **changes)
 
 
 def ask(
@@ -205,7 +201,7 @@ class Copy:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes over LoRA tensors."""
-        self.replica.sync(state, 0)
+        self.replica.sync(state)
 
     def log_probs(self, batch: DiffusionBatch) -> Tensor:
         """Returns the log-probs of recorded steps, [B, T]."""
@@ -216,13 +212,14 @@ def mismatch_of(
     rollout: RecordedRollout, log_probs: Tensor, guidance: float, copy: Copy | None = None
 ) -> Mismatch:
     """Returns the trainer's log-probs [B, T] minus those of a copy, or of the engine itself."""
-    others = rollout.recorded if copy is None else copy.log_probs(rollout.batch)
+    sigmas = rollout.batch.sigmas[rollout.request.window[0]].tolist()
+    sampler_log_probs = rollout.recorded if copy is None else copy.log_probs(rollout.batch)
     return Mismatch(
         guidance=guidance,
         precision=rollout.request.spec.dtype if copy is None else copy.precision,
         engine=copy is None,
-        timesteps=rollout.timesteps,
-        differences=log_probs.double() - others.double(),
+        timesteps=[round(1000 * sigma) for sigma in sigmas],
+        differences=log_probs.double() - sampler_log_probs.double(),
     )
 
 

@@ -1,7 +1,7 @@
 """The result of a calibration: tables on the terminal, a picture, JSON, and a YAML for training."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flowgrpo_rc.calibration.caches import CacheTrial
-from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Bound, Settings
 from flowgrpo_rc.calibration.measure import Mismatch
-from flowgrpo_rc.calibration.tails import TailTrial
+from flowgrpo_rc.calibration.savings import CacheTrial, TailTrial
+from flowgrpo_rc.calibration.verdict import Diagnosis
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.records.metrics_file import as_json
 
@@ -26,7 +25,7 @@ WIDTH = 110  # of the tables at least: a narrower one would cut its numbers
 class Calibration:
     """The measurements, and the settings that follow from them."""
 
-    subject: dict[str, Any]  # what was calibrated
+    subject: Mapping[str, Any]  # what was calibrated
     # The first is the engine's, at the configured guidance and over all samples.
     mismatches: Sequence[Mismatch]
     bound: Bound | None
@@ -43,13 +42,15 @@ class Calibration:
             "subject": self.subject,
             "mismatch": [
                 {
-                    "guidance": found.guidance,
-                    "precision": found.precision,
-                    "sampler": "engine" if found.engine else "copy of the trainer's network",
-                    **found.summary(),
-                    "by_timestep": dict(zip(found.timesteps, found.by_timestep(), strict=True)),
+                    "guidance": mismatch.guidance,
+                    "precision": mismatch.precision,
+                    "sampler": "engine" if mismatch.engine else "copy of the trainer's network",
+                    **mismatch.summary(),
+                    "by_timestep": dict(
+                        zip(mismatch.timesteps, mismatch.by_timestep(), strict=True)
+                    ),
                 }
-                for found in self.mismatches
+                for mismatch in self.mismatches
             ],
             "bound": None if self.bound is None else self.bound.key,
             "clipped_before_update": {f"{value:g}": share for value, share in self.clipped.items()},
@@ -96,23 +97,22 @@ class Folder:
 
     def check(self, *, overwrite: bool) -> None:
         """Raises ValueError if another result would be lost."""
-        there = [str(path) for path in (self.json, self.picture, self.yaml) if path.exists()]
-        if there and not overwrite:
+        old = [str(path) for path in (self.json, self.picture, self.yaml) if path.exists()]
+        if old and not overwrite:
             raise ValueError(
-                f"--out {self.root} holds a result already ({', '.join(there)}): give another "
+                f"--out {self.root} holds a result already ({', '.join(old)}): give another "
                 "folder, or --overwrite"
             )
 
-    def write(self, found: Calibration) -> None:
+    def write(self, calibration: Calibration) -> None:
         """Writes numbers, picture and settings."""
-        self.yaml.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(as_json(found.json()), indent=2)
+        content = json.dumps(as_json(calibration.json()), indent=2)
         write_atomic(self.json, f"{content}\n".encode())
-        draw(found, self.picture)
-        write_atomic(self.yaml, found.settings.yaml(found.header()).encode())
+        draw(calibration, self.picture)
+        write_atomic(self.yaml, calibration.settings.yaml(calibration.header()).encode())
 
 
-def draw(found: Calibration, path: Path) -> None:
+def draw(calibration: Calibration, path: Path) -> None:
     """Draws the mean |difference| by timestep, with crosses for copies and dashes for other
     guidance.
     """
@@ -120,29 +120,23 @@ def draw(found: Calibration, path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    precisions = dict.fromkeys(mismatch.precision for mismatch in found.mismatches)
-    colors = {name: f"C{number}" for number, name in enumerate(precisions)}
-    configured = found.mismatches[0].guidance
-    for mismatch in found.mismatches:
+    mismatches = calibration.mismatches
+    precisions = list(dict.fromkeys(mismatch.precision for mismatch in mismatches))
+    for mismatch in mismatches:
         axes.plot(
             mismatch.timesteps,
             [value if value > 0 else float("nan") for value in mismatch.by_timestep()],
             label=mismatch.name,
-            color=colors[mismatch.precision],
-            linestyle="-" if mismatch.guidance == configured else "--",
+            color=f"C{precisions.index(mismatch.precision)}",
+            linestyle="-" if mismatch.guidance == mismatches[0].guidance else "--",
             marker="o" if mismatch.engine else "x",
         )
     # Other losses bound another quantity than what is drawn.
-    bounds_mismatch = found.bound is not None and found.bound.on_mismatch
-    for clip in found.clipped if bounds_mismatch else ():
+    bounds_mismatch = calibration.bound is not None and calibration.bound.on_mismatch
+    for clip in calibration.clipped if bounds_mismatch else ():
         axes.axhline(clip, color="0.45", linestyle=":", linewidth=1)
-        axes.annotate(
-            f" clip_ratio {clip:g}",
-            (1, clip),
-            xycoords=("axes fraction", "data"),
-            ha="left",
-            va="center",
-        )
+        anchor = ("axes fraction", "data")
+        axes.annotate(f" clip_ratio {clip:g}", (1, clip), xycoords=anchor, ha="left", va="center")
     axes.set(xlabel="timestep", ylabel="mean |log-prob of trainer - of sampler|", yscale="log")
     axes.invert_xaxis()
     axes.grid(alpha=0.25)
@@ -150,27 +144,29 @@ def draw(found: Calibration, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def show(found: Calibration, folder: Folder) -> None:
+def show(calibration: Calibration, folder: Folder) -> None:
     """Prints verdict and choice, the tables behind them, and what to do with the settings."""
     console = Console(highlight=False, markup=False)
     console.width = max(console.width, WIDTH)
-    for line in (f"{found.diagnosis.sentence()}.", found.settings.reason, ""):
+    settings = calibration.settings
+    for line in (f"{calibration.diagnosis.sentence()}.", settings.reason, ""):
         console.print(line, soft_wrap=True)
-    console.print(mismatch_table(found.mismatches))
-    console.print(trial_table(found.diagnosis))
-    if found.tails:
-        console.print(tail_table(found.tails))
-    if found.caches:
-        console.print(cache_table(found.caches))
+    console.print(mismatch_table(calibration.mismatches))
+    console.print(trial_table(calibration.diagnosis))
+    if calibration.tails:
+        console.print(tail_table(calibration.tails))
+    if calibration.caches:
+        console.print(cache_table(calibration.caches))
     lines = [
-        *found.settings.notes,
+        *settings.notes,
         f"{folder.json}, {folder.picture}, {folder.yaml}",
         f"train with them: flowgrpo-rc train --config-dir {folder.root} +{GROUP}={folder.name} ...",
     ]
-    if found.bound is not None:
+    if calibration.bound is not None:
+        key = calibration.bound.key
         shares = [
-            f"{100 * share:.1f}% with {found.bound.key}={value:g}"
-            for value, share in found.clipped.items()
+            f"{100 * share:.1f}% with {key}={value:g}"
+            for value, share in calibration.clipped.items()
         ]
         beyond = f"beyond the bound before any update, in bypass mode: {', '.join(shares)}"
         lines.insert(0, beyond)
@@ -180,58 +176,67 @@ def show(found: Calibration, folder: Folder) -> None:
 
 def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:
     """Makes a table of the mismatch by timestep, one column for each sampler."""
-    names = ["\n".join(mismatch.name.split()) for mismatch in mismatches]
-    table = _table("|log-prob of trainer - of sampler| before any update", "timestep", *names)
-    columns = [mismatch.by_timestep() for mismatch in mismatches]
-    for timestep, *row in zip(mismatches[0].timesteps, *columns, strict=True):
-        table.add_row(str(timestep), *map(number, row))
-    table.add_section()
-    summaries = [mismatch.summary() for mismatch in mismatches]
-    for name in summaries[0]:
-        table.add_row(name, *(number(summary[name]) for summary in summaries))
-    return table
+    first = mismatches[0]
+    titles = ["timestep", *("\n".join(mismatch.name.split()) for mismatch in mismatches)]
+    columns = [[*mismatch.by_timestep(), *mismatch.summary().values()] for mismatch in mismatches]
+    names = [*map(str, first.timesteps), *first.summary()]
+    rows = [(name, *map(number, row)) for name, *row in zip(names, *columns, strict=True)]
+    title = "|log-prob of trainer - of sampler| before any update"
+    return table(title, titles, rows, section=len(first.timesteps))
 
 
 def trial_table(diagnosis: Diagnosis) -> Table:
     """Makes a table of the faults that were tried, with the mismatch that each one leaves."""
-    names = ("cause", "fault", "difference from the engine")
-    table = _table("replayed with a fault on our side", *names)
-    table.add_row("", "none", number(diagnosis.as_recorded))
-    table.add_section()
-    for trial in diagnosis.trials:
-        style = "bold" if trial is diagnosis.explanation else ""
-        table.add_row(trial.cause, trial.fault, number(trial.residual), style=style)
-    return table
+    trials = [("", "none", diagnosis.as_recorded), *diagnosis.trials]
+    rows = [(cause, fault, number(residual)) for cause, fault, residual in trials]
+    titles = ("cause", "fault", "difference from the engine")
+    title = "replayed with a fault on our side"
+    bold = next((i for i, trial in enumerate(trials) if trial is diagnosis.explanation), None)
+    return table(title, titles, rows, section=1, bold=bold)
 
 
 def tail_table(tails: Sequence[TailTrial]) -> Table:
     """Makes a table of shorter tails and what their advantages have in common with the full one."""
-    names = ("evaluations", "tail_steps", "tail", "correlation of advantages")
-    table = _table("samples with a shorter tail, from the same noise", *names)
-    for trial in tails:
-        numbers = (str(trial.evaluations), str(trial.tail_steps))
-        table.add_row(*numbers, trial.tail, f"{trial.agreement:.3f}")
-    return table
+    titles = ("evaluations", "tail_steps", "tail", "correlation of advantages")
+    rows = [
+        (str(trial.evaluations), str(trial.tail_steps), trial.tail, f"{trial.agreement:.3f}")
+        for trial in tails
+    ]
+    return table("samples with a shorter tail, from the same noise", titles, rows)
 
 
 def cache_table(caches: Sequence[CacheTrial]) -> Table:
     """Makes a table of block caches, of what they save, and of what their samples are worth."""
-    names = ("blocks saved", "every", "window", "correlation of advantages", "mismatch", "carried")
-    table = _table("samples that use blocks again, from the same noise", *names)
-    for trial in caches:
-        words = ["yes" if value else "no" for value in (trial.window, trial.carried)]
-        saved, agreement = f"{trial.saved:.0%}", f"{trial.agreement:.3f}"
-        table.add_row(
-            saved, str(trial.every), words[0], agreement, number(trial.mismatch), words[1]
-        )
-    return table
+    yes = {True: "yes", False: "no"}
+    cells = {
+        "blocks saved": [f"{trial.saved:.0%}" for trial in caches],
+        "every": [str(trial.every) for trial in caches],
+        "window": [yes[trial.window] for trial in caches],
+        "correlation of advantages": [f"{trial.agreement:.3f}" for trial in caches],
+        "mismatch": [number(trial.mismatch) for trial in caches],
+        "carried": [yes[trial.carried] for trial in caches],
+    }
+    rows = [*zip(*cells.values(), strict=True)]
+    return table("samples that use blocks again, from the same noise", [*cells], rows)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    section: int = 0,
+    bold: int | None = None,
+) -> Table:
+    """Makes a table; a line stands below the first `section` rows, and one row may be bold."""
+    result = Table(title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name in WORDS else "right")
-    return table
+        result.add_column(name, justify="left" if name in WORDS else "right")
+    for index, row in enumerate(rows):
+        result.add_row(
+            *row, style="bold" if index == bold else "", end_section=index + 1 == section
+        )
+    return result
 
 
 def number(value: float) -> str:

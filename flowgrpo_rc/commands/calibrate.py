@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.build import make_engine, make_processes, make_task
-from flowgrpo_rc.calibration.caches import (
-    check_cache,
-    settings_to_try,
-    try_caches,
-    with_cache,
-)
-from flowgrpo_rc.calibration.causes import Diagnosis, diagnose
+from flowgrpo_rc.calibration.causes import Symptom
 from flowgrpo_rc.calibration.choice import Bound, bound_of, check_modes, choose
 from flowgrpo_rc.calibration.faults import PLANTED, Lora, Replay
 from flowgrpo_rc.calibration.measure import (
@@ -35,69 +29,71 @@ from flowgrpo_rc.calibration.measure import (
 from flowgrpo_rc.calibration.noise import check_noise
 from flowgrpo_rc.calibration.record import check_engine, check_means, check_prompts, check_record
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
-from flowgrpo_rc.calibration.tails import check_tail, try_tails, with_tail
+from flowgrpo_rc.calibration.savings import (
+    caches_to_try,
+    check_cache,
+    check_tail,
+    try_savings,
+    with_cache,
+    with_tail,
+)
+from flowgrpo_rc.calibration.verdict import Diagnosis, diagnose
 from flowgrpo_rc.commands import EXIT_OK
-from flowgrpo_rc.config.check_engine import chunk_size
-from flowgrpo_rc.config.checks import check_run
-from flowgrpo_rc.config.compose import unchecked_config
-from flowgrpo_rc.config.machine import device_of
-from flowgrpo_rc.config.settle import settled
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.rollout.engine import RolloutEngine
+from flowgrpo_rc.spec.checks import check_run
+from flowgrpo_rc.spec.run_spec import RunSpec, engine_options
 from flowgrpo_rc.training.tasks.image import ImageTask
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Calibrates the configuration that the command line asks for: measures, prints and writes."""
-    config = unchecked_config(arguments.composition.config)
+    spec: RunSpec = arguments.spec
     folder = Folder(Path(arguments.out), arguments.name)
     folder.check(overwrite=arguments.overwrite)
-    prompts = _checked_prompts(config, arguments.prompts, arguments.mode)
+    prompts = _checked_prompts(spec, arguments.prompts, arguments.mode)
     if arguments.tail:
-        check_tail(config)
+        check_tail(spec.config)
     if arguments.cache:
-        check_cache(config)
-    found = measure(
-        config, prompts, mode=arguments.mode, tail=arguments.tail, cache=arguments.cache
-    )
+        check_cache(spec)
+    found = measure(spec, prompts, mode=arguments.mode, tail=arguments.tail, cache=arguments.cache)
     folder.write(found)
     show(found, folder)
     return EXIT_OK
 
 
 def measure(
-    config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool, cache: bool
+    spec: RunSpec, prompts: Sequence[Prompt], *, mode: str, tail: bool, cache: bool
 ) -> Calibration:
     """Measures a calibration of checked settings in one process."""
-    config = settled(config)
+    config = spec.config
     config.trainer.logger = ["console"]
     processes = make_processes(config)
     if processes.count > 1:
         raise ValueError(
             f"calibrate runs in one process, not in {processes.count}: start it without a launcher"
         )
-    task = make_task(config, processes)
+    task = make_task(spec, processes)
     assert isinstance(task, ImageTask)
     # An engine skips blocks if it is built for it, and only at the steps that a request names.
-    rollout = settings_to_try(config.rollout)[0] if cache else config.rollout
-    engine = make_engine(replace(config, rollout=rollout), task.model)
+    rollout = caches_to_try(config.rollout)[0] if cache else config.rollout
+    options = engine_options(rollout, spec.chunk_size)
+    engine = make_engine(spec.engine_class, options, task.model)
     batch = PromptBatch(step=0, prompts=prompts, slots=range(len(prompts)))
     try:
         fresh = {n: p.detach() for n, p in lora_parameters(task.model.network).items()}
         engine.sync_weights(fresh, 0)
-        tails = try_tails(config, task, engine, batch) if tail else []
-        caches = try_caches(config, task, engine, batch) if cache else []
+        tails, caches = try_savings(spec, task, engine, batch, tail=tail, cache=cache)
         lora = Lora(*plant_movements(task.model.network, config.trainer.seed))
-        rollouts = sample_all(config, task.model, engine, lora, prompts)
+        rollouts = sample_all(spec, task.model, engine, lora, prompts)
     finally:
         engine.close()
-    mismatches, bound, diagnosis = compare(config, task, rollouts, lora)
-    settings = choose(config, bound, mode=mode, doubt=diagnosis.doubt)
+    mismatches, bound, diagnosis = compare(spec, task, rollouts, lora)
+    settings = choose(spec, bound, mode=mode, doubt=diagnosis.doubt)
     if tails:
         settings = with_tail(settings, tails)
     if caches:
@@ -139,27 +135,28 @@ class Rollouts(NamedTuple):
     few: RecordedRollout
     other: RecordedRollout  # at another guidance
     whitespace: RecordedRollout  # of a prompt with whitespace planted in it
-    read_back: Sequence[tuple[str, str]]  # from `check_engine`
+    read_back: Sequence[Symptom]  # from `check_engine`
     says_seeds: bool  # whether the engine says that it draws the noise of the seeds
 
 
 def sample_all(
-    config: Config,
+    run: RunSpec,
     model: FlowModel,
     engine: RolloutEngine[Any],
     lora: Lora,
     prompts: Sequence[Prompt],
 ) -> Rollouts:
     """Samples after the engine was given the LoRA of both movements, as versions 1 and 2."""
+    config = run.config
     for version, state in ((1, lora.before), (2, lora.current)):
         engine.sync_weights(state, version)
     spec = config.rollout.spec(tf32=config.trainer.tf32)
     few, whitespace = prompts[: FEW[0]], replace(prompts[0], text=PLANTED)
     all_prompts = ask(config, prompts, config.rollout.n, spec, keep_means=True)
     centered = config.algorithm.rollout_correction.centered
-    needs_means = centered or config.actor.diffusion_loss.needs_means
+    needs_means = centered or run.loss_needs_means
     return Rollouts(
-        read_back=check_engine(engine, lora.current, spec),
+        read_back=[*check_engine(engine, lora.current, spec)],
         many=sample(engine, all_prompts, needs_means=needs_means),
         few=sample(engine, ask(config, few, FEW[1], spec)),
         other=sample(engine, ask(config, few, FEW[1], other_guidance(model, spec))),
@@ -169,14 +166,14 @@ def sample_all(
 
 
 def compare(
-    config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora
+    run: RunSpec, task: ImageTask, rollouts: Rollouts, lora: Lora
 ) -> tuple[list[Mismatch], Bound | None, Diagnosis]:
     """Evaluates the engine's samples by the trainer and, one after the other, by copies of it.
 
     Returns the mismatches (of the engine over many samples and at another guidance, then of copies,
     the one in the engine's precision first), the bound of the loss, and what explains the mismatch.
     """
-    model = task.model
+    config, model = run.config, task.model
     micro = config.actor.ppo_micro_batch_size_per_gpu
     few = (rollouts.few, rollouts.other)
 
@@ -188,7 +185,7 @@ def compare(
 
     def copied(dtype: str, quantization: str | None) -> tuple[Copy, list[Mismatch]]:
         merge = config.rollout.merge_lora or False
-        copy = Copy(model, dtype, quantization, chunk_size(config), merge_lora=merge)
+        copy = Copy(model, dtype, quantization, run.chunk_size, merge_lora=merge)
         return copy, [mismatch_of(*each, copy) for each in compared]
 
     many = trainer(rollouts.many)
@@ -205,7 +202,7 @@ def compare(
     replay, whitespace = (
         Replay(own, rollout, lora, lora_scale) for rollout in (rollouts.few, rollouts.whitespace)
     )
-    found = [
+    symptoms = [
         *check_record(rollouts.few, model, version=2),
         *check_means(rollouts.many.batch),
         *rollouts.read_back,
@@ -217,20 +214,21 @@ def compare(
         noisy = noisy.replace(prev_sample_mean=means)
     noise = check_noise(noisy, says_seeds=rollouts.says_seeds)
     of_few = [copy[0] for copy in copies]
-    diagnosis = diagnose(replay, engine, of_few, found, noise, whitespace)
+    diagnosis = diagnose(replay, engine, of_few, symptoms, noise, whitespace)
     shown = [each for copy in copies for each in copy if each.precision != same_as_trainer(config)]
-    bound = bound_of(config, whole.differences, many)
+    bound = bound_of(run, whole.differences, many)
     return [whole, engine_other, *shown], bound, diagnosis
 
 
-def _checked_prompts(config: Config, num_prompts: int, mode: str) -> list[Prompt]:
+def _checked_prompts(spec: RunSpec, num_prompts: int, mode: str) -> list[Prompt]:
     """Returns the first prompts that training would take; refuses what cannot be calibrated."""
+    config = spec.settings
     if config.model.kind != "diffusion":
         raise ValueError(
             f"calibrate knows flow models, model.kind=diffusion; model.kind={config.model.kind}, "
             "whose mismatch the metrics of a first step show"
         )
-    if config.knows_no_log_probs():
+    if spec.mode is None:
         raise ValueError(
             f"{DIFFUSION_KEY}.loss_mode={config.actor.diffusion_loss.loss_mode} knows no "
             "log-probs, so there is no mismatch to calibrate for"
@@ -241,8 +239,8 @@ def _checked_prompts(config: Config, num_prompts: int, mode: str) -> list[Prompt
         )
     if num_prompts < 1:
         raise ValueError(f"--prompts {num_prompts}: give at least 1")
-    prompts = check_run(config, device_of(config), trains=False).prompts.sampler.prompts
-    check_modes(config, mode)
+    prompts = check_run(spec, trains=False).prompts.sampler.prompts
+    check_modes(spec, mode)
     if num_prompts > len(prompts):
         raise ValueError(f"--prompts {num_prompts}: data.train_files has {len(prompts)}")
     return PromptSampler(prompts, num_prompts, config.trainer.seed).step(0)

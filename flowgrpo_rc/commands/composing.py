@@ -7,21 +7,25 @@ models, which take seconds: a wrong setting is answered at once.
 import argparse
 import sys
 
+import torch
+
 from flowgrpo_rc.commands import EXIT_OK
-from flowgrpo_rc.config.check_inputs import check_inputs
-from flowgrpo_rc.config.check_settings import check_settings
-from flowgrpo_rc.config.compose import as_yaml, compose_all, unchecked_config
-from flowgrpo_rc.config.machine import check_planned, device_of, num_processes, usable_cores
+from flowgrpo_rc.config.compose import as_yaml, compose_all, to_config
 from flowgrpo_rc.config.names import CARD
 from flowgrpo_rc.config.rows import summary, table
 from flowgrpo_rc.distributed.child import is_child, launched_processes
 from flowgrpo_rc.distributed.launch import launch
 from flowgrpo_rc.plugins import in_gib
+from flowgrpo_rc.spec.check_inputs import check_inputs
+from flowgrpo_rc.spec.check_settings import check_settings
+from flowgrpo_rc.spec.machine import check_planned, machine_here, machine_of, usable_cores
+from flowgrpo_rc.spec.resolve import resolve
+from flowgrpo_rc.spec.run_spec import Machine
 
 
 def prepare(arguments: argparse.Namespace) -> int | None:
     """Composes and checks the configuration of a command that takes settings, and prints what was
-    written in other words. The arguments get a `composition`.
+    written in other words. The arguments get a `composition` and the `spec` of the run.
 
     A training of several processes is done here: they import what it needs, and this process waits.
 
@@ -40,22 +44,27 @@ def prepare(arguments: argparse.Namespace) -> int | None:
         print(as_yaml(composition.config), end="")
         return EXIT_OK
     composition.check()
-    config = unchecked_config(composition.config)
+    config = to_config(composition.config)
     if arguments.command == "plan":  # for another machine, which may have other files
-        asked = arguments.nodes if arguments.processes is None else arguments.processes
-        check_planned(asked, arguments.nodes, arguments.tflops)
-        check_settings(config)
+        count = arguments.processes
+        if count is None:
+            count = config.trainer.num_processes
+        processes = count if isinstance(count, int) else 1
+        check_planned(processes, arguments.nodes, arguments.tflops)
+        arguments.spec = resolve(config, Machine(torch.device("cuda"), processes))
+        check_settings(arguments.spec)
         if arguments.fit is not None:
             size = CARD if arguments.fit == CARD else f"{in_gib('--fit', arguments.fit):g}"
             what = "measures what one and two samples need; a large model takes half a minute"
             print(f"--fit {size}: {what}", file=sys.stderr)
         return None
     trains = arguments.command == "train"
-    check_inputs(config, num_processes=launched_processes() or 1, trains=trains)
+    machine = machine_of(config) if trains else machine_here(config)
+    arguments.spec = resolve(config, machine)
+    check_inputs(arguments.spec, trains=trains)
     if trains and not arguments.dry_run and launched_processes() is None:
-        number = num_processes(config, device_of(config))
+        number = machine.num_processes
         if number > 1:
-            check_settings(config, number)
             command = [sys.executable, "-m", "flowgrpo_rc.train", *arguments.words[1:]]
             return launch(command, number, max(1, usable_cores() // number))
     return None

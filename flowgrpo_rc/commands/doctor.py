@@ -1,15 +1,14 @@
-"""`flowgrpo-rc doctor`: check the installation, and with `--gpu` what a card can do."""
+"""`flowgrpo-rc doctor`: check the installation."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console as RichConsole
@@ -18,28 +17,29 @@ from rich.table import Column, Table
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
-from flowgrpo_rc.commands.doctor_gpu import Check, Finding, gpu_checks
-from flowgrpo_rc.config.machine import device_named
-from flowgrpo_rc.rollout.devices import AUTO, LEAST_SAVING, product_seconds
+from flowgrpo_rc.rollout.devices import AUTO
+from flowgrpo_rc.spec.machine import device_named
 
 _STATE = len("skipped")  # the longest state
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
+class Finding(NamedTuple):
+    """Says in words what a check has found, and what to do about it."""
+
+    state: str  # ok, slow, broken or skipped
+    found: str
+    advice: str = ""
+
+
+Check = Callable[[], Finding]
+
+
 def main(arguments: argparse.Namespace) -> int:
-    """Checks the installation, and with --gpu what a card can do; --out writes that to a file."""
-    if arguments.out is not None and not arguments.gpu:
-        raise ValueError(f"--out {arguments.out} has no effect without --gpu")
-    found = report("flowgrpo-rc doctor", installation_checks())
-    if arguments.gpu:
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        on_device = report(f"what runs on {device.type}", gpu_checks(device))
-        found |= on_device
-        if arguments.out is not None:
-            told = {name: one._asdict() for name, one in on_device.items()}
-            Path(arguments.out).write_text(json.dumps(told, indent=1) + "\n")
-            print(f"written to {arguments.out}; look at it before you attach it to an issue")
-    return EXIT_FAILED if any(one.state == "broken" for one in found.values()) else EXIT_OK
+    """Checks the installation."""
+    findings = report("flowgrpo-rc doctor", installation_checks())
+    is_broken = any(finding.state == "broken" for finding in findings.values())
+    return EXIT_FAILED if is_broken else EXIT_OK
 
 
 def installation_checks() -> list[tuple[str, Check]]:
@@ -53,19 +53,7 @@ def installation_checks() -> list[tuple[str, Check]]:
         "OCR": _ocr,
         "disk": lambda: f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free here",
     }
-    checks = [(name, partial(_ok, check)) for name, check in told.items()]
-    return [*checks, ("fp32 products", check_products)]
-
-
-def check_products() -> Finding:
-    """Times a product of the bundled model by torch and by oneDNN."""
-    if not torch.backends.mkldnn.is_available():
-        return Finding("skipped", "this torch has no oneDNN")
-    own, other = product_seconds()
-    found = f"{1e3 * own:.1f} ms by torch's own library, {1e3 * other:.1f} by oneDNN"
-    if other < (1 - LEAST_SAVING) * own:
-        return Finding("slow", found, "set model.onednn=auto where an image model trains in fp32")
-    return Finding("ok", found)
+    return [(name, partial(_ok, check)) for name, check in told.items()]
 
 
 def report(title: str, checks: Sequence[tuple[str, Check]]) -> dict[str, Finding]:
@@ -106,7 +94,8 @@ def _ocr() -> str:
     image = Image.new("RGB", (64, 32), "white")
     ImageDraw.Draw(image).text((4, 4), "AB7X", fill="black", font=ImageFont.load_default(20))
     prompt = Prompt(text='"AB7X"', index=0, target="AB7X")
-    reward = OCR(engine=str(OCR().settled()["engine"]))
+    reward = OCR()
+    reward.settle({})
     reward.check()
     score = reward(np.asarray(image)[None], [prompt]).values[0]
     if score < 1:

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from flowgrpo_rc.build import make_console, make_processes, make_suite, make_task
 from flowgrpo_rc.commands import EXIT_OK
-from flowgrpo_rc.config.checks import check_run, check_suites
-from flowgrpo_rc.config.machine import device_of
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.evaluation.suite_runner import TOTAL, SuiteResult
@@ -18,6 +16,9 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.suite_files import BASE, TUNED, sample_stem, write_suite_result
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.spec.checks import check_run, check_suites
+from flowgrpo_rc.spec.machine import machine_here
+from flowgrpo_rc.spec.resolve import resolve
 
 
 class RunScores(NamedTuple):
@@ -51,10 +52,11 @@ def evaluated(
 
 def _evaluate_held_out(config: Config, *, quiet: bool) -> RunScores:
     """Scores the base model and the run's exported LoRA."""
-    prompts = check_run(config, device_of(config), samples=False, trains=False).prompts
+    spec = resolve(config, machine_here(config))
+    prompts = check_run(spec, samples=False, trains=False).prompts
     processes = make_processes(config, quiet=quiet)
-    task = make_task(config, processes)
-    rewards = RewardManager(config.reward)
+    task = make_task(spec, processes)
+    rewards = RewardManager(config.reward, spec.rewards)
     evaluator = Evaluator(task.sample, prompts.held_out, config.rollout.val_kwargs, rewards)
 
     def scores() -> dict[str, float]:
@@ -75,13 +77,14 @@ def _evaluate_by_suites(
     folder: RunFolder, config: Config, *, quiet: bool
 ) -> dict[str, SuiteResult]:
     """Compares the run's exported LoRA with the base model by suites, and renews its report."""
-    asked = check_suites(config)
+    spec = resolve(config, machine_here(config))
+    suites = check_suites(spec)
     processes = make_processes(config, quiet=quiet)
-    task = make_task(config, processes)
+    task = make_task(spec, processes)
     console = make_console(config, processes, quiet=quiet)
     results = {}
-    for suite in asked:
-        runner = make_suite(suite, config, task)
+    for suite in suites:
+        runner = make_suite(suite, spec, task)
         try:
             result = results[suite.name] = runner.run(processes, show=True)
         finally:

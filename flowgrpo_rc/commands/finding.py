@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowgrpo_rc.config.check_inputs import suites_of
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.evaluation.suite import HOW_TO_CHANGE
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.spec.check_inputs import suites_of
 
 
 def check_run_folder(arguments: argparse.Namespace) -> None:

@@ -4,14 +4,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.config.check_inputs import inputs_of
-from flowgrpo_rc.config.checks import RunInputs
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.checkpoint import Checkpoint, set_aside_after
 from flowgrpo_rc.records.inputs import write_inputs
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder, flat_settings
+from flowgrpo_rc.spec.check_inputs import inputs_of
+from flowgrpo_rc.spec.checks import RunInputs
+from flowgrpo_rc.spec.run_spec import RunSpec
 
 
 def check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
@@ -24,10 +24,10 @@ def check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
         )
 
 
-def check_same_rewards(config: Config, given: Config, processes: Processes) -> None:
-    """Raises ValueError if machines settle what `given` leaves open for the rewards differently."""
-    before = flat_settings(given.reward.terms, "reward.terms")
-    terms = flat_settings(config.reward.terms, "reward.terms").items()
+def check_same_rewards(spec: RunSpec, processes: Processes) -> None:
+    """Raises ValueError if machines decide differently what the rewards leave open."""
+    before = flat_settings(spec.given.reward.terms, "reward.terms")
+    terms = flat_settings(spec.config.reward.terms, "reward.terms").items()
     found = [f"{key}={value}" for key, value in terms if before.get(key) != value]
     told = set(processes.gather_objects([", ".join(found)]))
     if len(told) > 1:
@@ -36,28 +36,28 @@ def check_same_rewards(config: Config, given: Config, processes: Processes) -> N
 
 
 def prepare_folder(
-    config: Config, folder: RunFolder, processes: Processes, inputs: RunInputs
+    spec: RunSpec, folder: RunFolder, processes: Processes, inputs: RunInputs
 ) -> list[str]:
     """Makes the folder ready for the next step; returns what a user should know of it."""
+    config = spec.config
     folder.sweep()
     resumed = inputs.resumed
     step = -1 if resumed is None else resumed.step
-    accept = config.trainer.accept_changed_inputs
-    changed = [] if resumed is None else folder.check_same_inputs(inputs.read, accept=accept)
-    if changed:
-        write_inputs(folder.inputs, inputs.read, keep=False)
+    if resumed is not None:
+        folder.check_same_inputs(inputs.read)
     settings: dict[str, Any] = dataclasses.asdict(config)
-    text, asked = config.model.kind == "causal_lm", inputs.prompts.suites
-    suites = {one.name: one.protocol(config.rollout, text=text).told() for one in asked}
+    suites = {
+        suite.name: suite.protocol(config.rollout, text=spec.is_text).told()
+        for suite in inputs.prompts.suites
+    }
     further = {"first_prompt": inputs.first_prompt, "suites": suites}
     folder.create(settings, processes.device, processes.count, inputs.read, further)
     rows = MetricsFile(folder.metrics)
     redone = [row["step"] for row in rows.rows() if row["step"] > max(step, 0)]
-    for file in (rows, MetricsFile(folder.rejected_rows), MetricsFile(folder.health)):
+    for file in (rows, MetricsFile(folder.rejected), MetricsFile(folder.health)):
         file.truncate_after(step)
     folder.drop_rollouts_after(step)
-    messages = [f"goes on with other inputs: {change}" for change in changed]
-    messages += [
+    messages = [
         f"a damaged checkpoint was passed over and is kept as {path}; steps after {step} are "
         "trained again"
         for path in set_aside_after(folder.checkpoints, step)
@@ -77,15 +77,14 @@ def prepare_folder(
     return messages
 
 
-def note_fetched(
-    config: Config, folder: RunFolder, processes: Processes, inputs: RunInputs
-) -> None:
+def note_fetched(spec: RunSpec, folder: RunFolder, processes: Processes, inputs: RunInputs) -> None:
     """Compares and writes down what of the model was fetched from the hub while it was loaded."""
+    config = spec.config
     if Path(config.model.path).expanduser().is_dir():
         return  # read before
-    read = inputs_of(config, inputs.prompts)
+    read = inputs_of(spec, inputs.prompts)
     if inputs.resumed is not None:
-        folder.check_same_inputs(read, accept=config.trainer.accept_changed_inputs)
+        folder.check_same_inputs(read)
     processes.wait()
     if processes.is_main and read.keys() != inputs.read.keys():
         write_inputs(folder.inputs, read)

@@ -16,14 +16,9 @@ from flowgrpo_rc.commands.opening import (
     prepare_folder,
 )
 from flowgrpo_rc.commands.results import export_step, leave_results, uploads_of
-from flowgrpo_rc.config.check_folder import can_be_extended, how_from_lora
-from flowgrpo_rc.config.checks import RunInputs, check_run
-from flowgrpo_rc.config.compose import unchecked_config
-from flowgrpo_rc.config.cores import stay_on_own_core
-from flowgrpo_rc.config.machine import device_of, num_processes, processes_here
-from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.memory import out_of_memory_in
+from flowgrpo_rc.distributed.numerics import set_numerics
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.models.block_cache import saved_share
@@ -37,6 +32,10 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer
 from flowgrpo_rc.report.facts import ratio, told
 from flowgrpo_rc.rollout.devices import AUTO
+from flowgrpo_rc.spec.check_folder import can_be_extended, how_from_lora
+from flowgrpo_rc.spec.checks import RunInputs, check_run
+from flowgrpo_rc.spec.cores import stay_on_own_core
+from flowgrpo_rc.spec.run_spec import RunSpec
 from flowgrpo_rc.training.trainer import Trainer
 
 # Called with a step and its metrics, by name; step 0 is the first evaluation. True ends the run
@@ -46,29 +45,29 @@ Callback = Callable[[int, Mapping[str, float]], bool | None]
 
 def main(arguments: argparse.Namespace) -> int:
     """Trains as `arguments.composition` says; with `--dry-run` only checks it."""
-    config = unchecked_config(arguments.composition.config)
+    spec: RunSpec = arguments.spec
     if arguments.dry_run:
-        device = device_of(config)
-        found = settled(config)
-        inputs = check_run(found, device, num_processes=num_processes(config, device))
+        inputs = check_run(spec)
+        config = spec.config
         sampler, held_out, _ = inputs.prompts
         print(
             f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out "
             "prompts, nothing was loaded"
         )
-        prompts = f"{found.data.train_batch_size} prompts (data.train_batch_size)"
-        samples = f"{found.rollout.n} samples (rollout.n)"
-        steps = found.trainer.total_training_steps
+        prompts = f"{config.data.train_batch_size} prompts (data.train_batch_size)"
+        samples = f"{config.rollout.n} samples (rollout.n)"
+        steps = config.trainer.total_training_steps
         print(f"  Each step      {prompts}, each with {samples}; {steps} steps")
-        has_mode = not found.knows_no_log_probs()
-        trained, given = asdict(found), asdict(config)
-        print(told(trained, given, has_mode=has_mode, first_prompt=inputs.first_prompt))
+        trained, given = asdict(config), asdict(spec.given)
+        print(
+            told(trained, given, has_mode=spec.mode is not None, first_prompt=inputs.first_prompt)
+        )
         return EXIT_OK
-    return EXIT_OK if run(config, at_once=True) is None else EXIT_STOPPED
+    return EXIT_OK if run(spec, at_once=True) is None else EXIT_STOPPED
 
 
 def run(
-    config: Config,
+    spec: RunSpec,
     *,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
@@ -79,27 +78,28 @@ def run(
     A signal or `trainer.max_time` ends the run after the present step; `at_once` is that of
     `StopRequest`. Returns why the run stopped early, or None if it is complete.
     """
-    with StopRequest(config.trainer.max_time, at_once=at_once) as stop:
-        device = device_of(config)
-        stay_on_own_core(config, device)
-        found = settled(config)
-        inputs = check_run(found, device, num_processes=processes_here(config))
-        processes = make_processes(found, quiet=quiet)
-        console = make_console(found, processes, quiet=quiet)
+    with StopRequest(spec.given.trainer.max_time, at_once=at_once) as stop:
+        # Before a check may call a reward, whose products would come too early.
+        numerics = spec.given.trainer
+        set_numerics(deterministic=numerics.deterministic, tf32=numerics.tf32)
+        stay_on_own_core(spec)
+        inputs = check_run(spec)
+        processes = make_processes(spec.config, quiet=quiet)
+        console = make_console(spec.config, processes, quiet=quiet)
         with processes.noticing_losses():
             check_one_folder(processes, inputs.resumed)
             if inputs.resumed is None:
-                found = _agreed(config, found, processes, console)
-            check_same_rewards(found, config, processes)
-            if not found.knows_no_log_probs():
-                parts = ratio(asdict(found), asdict(config))
+                spec = _agreed(spec, processes, console)
+            check_same_rewards(spec, processes)
+            if spec.mode is not None:
+                parts = ratio(asdict(spec.config), asdict(spec.given))
                 console.message(
                     "; ".join(f"{name.lower()}: {part}" for name, part in parts.items())
                 )
             if inputs.first_prompt:
                 console.message(f"first prompt: {inputs.first_prompt}")
             observers = [partial(_tell, callback, stop) for callback in callbacks]
-            reason = _run(found, processes, inputs, stop, console, observers)
+            reason = _run(spec, processes, inputs, stop, console, observers)
         processes.close()
     return reason
 
@@ -109,28 +109,25 @@ def _tell(callback: Callback, stop: StopRequest, step: int, metrics: Mapping[str
         stop.ask("a callback asked for it")
 
 
-def _agreed(given: Config, config: Config, processes: Processes, console: Console) -> Config:
-    """Returns the settings with what the first process has timed, which it tells."""
-    rollout, model = config.rollout, config.model
-    if given.rollout.dtype == AUTO:
-        in_bf16 = processes.any(processes.is_main and rollout.dtype == "bf16")
-        rollout = replace(rollout, dtype="bf16" if in_bf16 else "fp32")
-        console.message(f"note: rollout.dtype=auto: this run samples in {rollout.dtype}")
-    if given.model.onednn == AUTO:
-        faster = processes.any(processes.is_main and model.onednn is True)
-        model = replace(model, onednn=faster)
-        console.message(f"note: model.onednn=auto: {str(faster).lower()}")
-    return replace(config, rollout=rollout, model=model)
+def _agreed(spec: RunSpec, processes: Processes, console: Console) -> RunSpec:
+    """Returns the spec with the precision of the first process, which it tells."""
+    if spec.given.rollout.dtype != AUTO:
+        return spec
+    in_bf16 = processes.any(processes.is_main and spec.settings.rollout.dtype == "bf16")
+    rollout = replace(spec.settings.rollout, dtype="bf16" if in_bf16 else "fp32")
+    console.message(f"note: rollout.dtype=auto: this run samples in {rollout.dtype}")
+    return replace(spec, settings=replace(spec.settings, rollout=rollout))
 
 
 def _run(
-    config: Config,
+    spec: RunSpec,
     processes: Processes,
     inputs: RunInputs,
     stop: StopRequest,
     console: Console,
     observers: Sequence[Observer],
 ) -> str | None:
+    config = spec.config
     folder = RunFolder(Path(config.trainer.output_dir))
     prompts, resumed = inputs.prompts, inputs.resumed
     if resumed is not None and _is_over(config, folder, resumed.step):
@@ -140,7 +137,7 @@ def _run(
         return None
     with folder.locked() if processes.is_main else nullcontext():
         if processes.is_main:
-            for warning in prepare_folder(config, folder, processes, inputs):
+            for warning in prepare_folder(spec, folder, processes, inputs):
                 console.warning(warning)
         processes.wait()
         first_step = 0 if resumed is None else resumed.step + 1
@@ -148,9 +145,9 @@ def _run(
             config, folder, processes, first_step=first_step, console=console, observers=observers
         )
         with out_of_memory_in("loading"):
-            trainer = assemble(config, folder, processes, prompts, first_step=first_step, log=log)
-        note_fetched(config, folder, processes, inputs)
-        return _train(config, trainer, folder, resumed, stop)
+            trainer = assemble(spec, folder, processes, prompts, first_step=first_step, log=log)
+        note_fetched(spec, folder, processes, inputs)
+        return _train(spec, trainer, folder, resumed, stop)
 
 
 def _is_over(config: Config, folder: RunFolder, step: int) -> bool:
@@ -161,19 +158,20 @@ def _is_over(config: Config, folder: RunFolder, step: int) -> bool:
 
 
 def _train(
-    config: Config,
+    spec: RunSpec,
     trainer: Trainer,
     folder: RunFolder,
     resumed: Checkpoint | None,
     stop: StopRequest,
 ) -> str | None:
+    config = spec.config
     console = trainer.journal.log.console
-    for note in notes(config):
+    for note in notes(spec):
         console.message(f"note: {note}")
     rollout = config.rollout
     if rollout.cache.every > 1:
         cached, steps = len(rollout.cached_steps()), rollout.evaluations()
-        share = saved_share(trainer.task.model.network, rollout.cache.blocks, cached, steps)
+        share = saved_share(trainer.task.model.network, cached, steps)
         console.message(
             f"note: rollout.cache: {cached} of the {steps} evaluations of a sample skip the middle "
             f"blocks, which saves {share:.0%} of its block evaluations"
@@ -198,8 +196,9 @@ def _train(
     return reason
 
 
-def notes(config: Config) -> Iterator[str]:
+def notes(spec: RunSpec) -> Iterator[str]:
     """Yields what a user should know about the settings before the first step."""
+    config = spec.config
     correction = config.algorithm.rollout_correction
     if correction.weights_are_metrics and (correction.rollout_is or correction.custom_correction):
         yield (
@@ -215,17 +214,16 @@ def notes(config: Config) -> Iterator[str]:
             f"the run starts from the LoRA of model.lora_path={config.model.lora_path}, and its KL "
             f"penalty pulls to the {pulls[config.actor.kl_reference]}"
         )
-    plain = not correction.centered or config.clip_ratio() is not None
-    if config.rollout.cache.window and correction.corrects_in_loss and plain:
+    plain = not correction.centered or spec.clip_ratio is not None
+    if config.rollout.cache.window and spec.mode == "bypass" and plain:
         yield (
             "rollout.cache.window=true adds a mismatch, in which plain log-ratios with a narrow "
             "clip unlearned the bundled task: set centered=true and clip_ratio=auto:16"
         )
-    why = config.why_recompute()
+    why = spec.why_recompute
     if why is not None:
         yield f"old log-probs are recomputed, one forward for each trained step: {why}"
-    told = config.fresh() and not config.knows_no_log_probs()
-    if told and config.expected_mismatch() is None:
+    if spec.fresh and spec.mode is not None and spec.expected_mismatch is None:
         formats = [config.rollout.spec().dtype]
         quantization = config.rollout.engine_kwargs.get("quantization")
         if quantization:

@@ -17,7 +17,7 @@ from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.report.run import report_page
 
 # What the page shows; the time of a folder is that of its newest entry.
-_SHOWN = "config.yaml environment.json metrics.jsonl health.jsonl rejected.jsonl rejected samples"
+_SHOWN = "config.yaml environment.json metrics.jsonl health.jsonl rejected.jsonl samples"
 _SHOWN += " suites checkpoints lora"
 _FIRST = {"prompts", ".lock"}  # what a run writes before that
 _INLINE = re.compile(r'src="data:image/png;base64,([^"]*)"')

@@ -18,7 +18,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.config_files import (
     CORRECTION,
     ConfigFile,
@@ -33,8 +32,7 @@ from flowgrpo_rc.config.config_files import (
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.names import config_folder as config_folder
 from flowgrpo_rc.config.rows import TRANSLATED, Row, check, resolved
-from flowgrpo_rc.config.setting import Setting
-from flowgrpo_rc.config.translate import is_whole_command, translate
+from flowgrpo_rc.config.translate import Setting, is_whole_command, translate
 from flowgrpo_rc.config.translate_correction import rollout_correction
 from flowgrpo_rc.config.tree import (
     FREE_FORM,
@@ -44,7 +42,6 @@ from flowgrpo_rc.config.tree import (
     typed_tree,
     updates_of_steps,
 )
-from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
 from flowgrpo_rc.plugins import in_seconds
 from flowgrpo_rc.redaction import redact
@@ -256,14 +253,7 @@ def _correction_of(settings: Iterable[Setting]) -> dict[str, Any]:
     return merged(found)
 
 
-def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Config:
-    """Returns the dataclasses of a composed configuration, after `check_settings`."""
-    config = unchecked_config(composed)
-    check_settings(config, num_processes or launched_processes() or 1)
-    return config
-
-
-def unchecked_config(composed: DictConfig) -> Config:
+def to_config(composed: DictConfig) -> Config:
     """Returns the dataclasses of a composed configuration. ValueError for a missing value."""
     try:
         config = OmegaConf.to_object(composed)

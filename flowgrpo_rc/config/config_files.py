@@ -12,9 +12,9 @@ from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
-from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG, own_key
+from flowgrpo_rc.config.foreign import PREFIX, foreign, mapping_of, own_key
+from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.rows import TRANSLATED, Row
-from flowgrpo_rc.config.setting import PREFIX, foreign, mapping_of
 from flowgrpo_rc.config.translate import is_whole_command, translate_tree, values_of
 from flowgrpo_rc.config.tree import FREE_FORM, known_keys, typed_tree
 from flowgrpo_rc.plugins import did_you_mean, in_seconds
@@ -55,10 +55,10 @@ class ConfigFile:
         """
         roots = ((path, self.tree.get(path.split(".")[0]) or {}) for path in CORRECTION)
         sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
-        own = merged((path, section_of(section)) for path, section in sections)
+        correction = merged((path, section_of(section)) for path, section in sections)
         layers: list[dict[str, Any]] = []
         for parent in self.parents:
-            layers += [own] if parent is None else parent.corrections()
+            layers += [correction] if parent is None else parent.corrections()
         return layers
 
 
@@ -95,14 +95,14 @@ class ConfigFiles:
             return self._with_parents(name, tree, defaults or [_SELF])
         try:
             tree = {section: in_seconds(section, value) for section, value in tree.items()}
-            given = values_of(tree)
-            tree, rows = translate_tree(tree, {**given, **self._beside})
+            values = values_of(tree)
+            tree, rows = translate_tree(tree, {**values, **self._beside})
             check_keys(values_of(tree))
             _join_corrections(tree)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         is_block = defaults is None and is_start
-        whole = is_block and is_whole_command({*given, *self._beside})
+        whole = is_block and is_whole_command({*values, *self._beside})
         if is_block:
             base = OTHER_CONFIG if whole else DEFAULT_CONFIG
             defaults = [f"/{base}", _SELF]
@@ -112,7 +112,7 @@ class ConfigFiles:
                 rows.append(Row(TRANSLATED, what, "its own defaults, such as bypass_mode=false"))
         file = self._with_parents(name, tree, defaults or [_SELF])
         return replace(
-            file, given=given, rows=rows, is_block=is_block, is_whole=whole, is_changed=True
+            file, given=values, rows=rows, is_block=is_block, is_whole=whole, is_changed=True
         )
 
     def _with_parents(self, name: str, tree: Mapping[str, Any], defaults: list[Any]) -> ConfigFile:
@@ -154,17 +154,18 @@ def section_of(value: Any) -> dict[str, Any]:
 
 def merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Merges corrections; ValueError if two places give a key different values."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for path, section in sections:
         for key, value in section.items():
-            if key in found and origin[key] != path and found[key] != value:
+            if key in settings and origin[key] != path and settings[key] != value:
                 raise ValueError(
-                    f"{origin[key]}.{key}={found[key]!r} and {path}.{key}={value!r} contradict: "
+                    f"{origin[key]}.{key}={settings[key]!r} and {path}.{key}={value!r} contradict: "
                     "drop one of them"
                 )
-            found[key], origin[key] = value, path
-    return found
+            settings[key] = value
+            origin[key] = path
+    return settings
 
 
 def _join_corrections(tree: dict[str, Any]) -> None:
@@ -173,8 +174,8 @@ def _join_corrections(tree: dict[str, Any]) -> None:
     if "rollout_correction" not in (tree.get(theirs) or {}):
         return
     section = tree.get(ours) or {}
-    given = (section.get("rollout_correction", {}), tree[theirs].pop("rollout_correction"))
-    sections = zip(CORRECTION, map(section_of, given), strict=True)
+    values = (section.get("rollout_correction", {}), tree[theirs].pop("rollout_correction"))
+    sections = zip(CORRECTION, map(section_of, values), strict=True)
     tree[ours] = {**section, "rollout_correction": merged(sections)}
 
 

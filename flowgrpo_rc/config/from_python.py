@@ -39,14 +39,14 @@ def public_call(call: Callable[P, T]) -> Callable[P, T]:
     known = [*inspect.signature(call).parameters]
 
     @functools.wraps(call)
-    def called(*args: P.args, **given: P.kwargs) -> T:
-        for name in given.keys() - known:
+    def called(*args: P.args, **keywords: P.kwargs) -> T:
+        for name in keywords.keys() - known:
             near = did_you_mean(_OTHER_NAMES.get(name, name), known)
             raise TypeError(
                 f"{call.__name__} has no argument {name!r}{near}; help({call.__name__}) lists them"
             )
         try:
-            return call(*args, **given)
+            return call(*args, **keywords)
         except (ValueError, CheckpointError) as error:
             raise error.with_traceback(None) from None
         except RewardError as error:  # its cause is a line of the caller's own
@@ -58,7 +58,8 @@ def public_call(call: Callable[P, T]) -> Callable[P, T]:
 @contextmanager
 def silent() -> Iterator[None]:
     """Leaves warnings meanwhile to the handlers that the caller has set up, if there are any."""
-    package, handler = logging.getLogger("flowgrpo_rc"), logging.NullHandler()
+    package = logging.getLogger("flowgrpo_rc")
+    handler = logging.NullHandler()
     package.addHandler(handler)
     try:
         yield
@@ -120,17 +121,17 @@ def _written(key: str, value: Any) -> str:
 
 def given_prompts(overrides: Overrides) -> dict[str, str]:
     """Returns prompts that are no paths, as lines of JSON by the name of their key."""
-    found = {}
-    given = overrides if isinstance(overrides, Mapping) else {}
+    prompts = {}
+    settings = overrides if isinstance(overrides, Mapping) else {}
     for key in _SPLITS:
-        rows = _rows(key, given.get(key))
+        rows = _rows(key, settings.get(key))
         try:
             lines = [json.dumps(dict(row), ensure_ascii=False) for row in rows]
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}: its rows must be mappings of plain data: {error}") from error
         if lines:
-            found[key] = "\n".join(lines)
-    return found
+            prompts[key] = "\n".join(lines)
+    return prompts
 
 
 def with_prompts(config: Config, prompts: Mapping[str, str]) -> Config:
@@ -149,27 +150,27 @@ def with_prompts(config: Config, prompts: Mapping[str, str]) -> Config:
     return replace(config, data=data)
 
 
-def _rows(key: str, given: Any) -> list[Mapping[str, Any]]:
+def _rows(key: str, value: Any) -> list[Mapping[str, Any]]:
     """Returns the rows of prompts; [] for paths, which stay what they are."""
-    if isinstance(given, str) and (match := _HUB_ID.fullmatch(given)) and not _is_file(given):
-        given = _from_hub(key, match[1], match[2] or _SPLITS[key])
-    if given is None or isinstance(given, str | Path):
+    if isinstance(value, str) and (match := _HUB_ID.fullmatch(value)) and not _is_file(value):
+        value = _from_hub(key, match[1], match[2] or _SPLITS[key])
+    if value is None or isinstance(value, str | Path):
         return []
-    rows = list(given)
+    rows = list(value)
     texts = [str(row) for row in rows if isinstance(row, str | Path)]
     files = [text for text in texts if _PATH.fullmatch(text) or _is_file(text)]
     if files and len(files) == len(rows):
         return []
-    if isinstance(given, Sequence) and not files:
+    if isinstance(value, Sequence) and not files:
         rows = [{"prompt": row} if isinstance(row, str) else row for row in rows]
-    others = (row for row in files or rows if not isinstance(row, Mapping))
-    wrong = next((f"{row!r} does not fit" for row in others), "")
-    if not rows and not isinstance(given, Sequence):
+    misfits = (row for row in files or rows if not isinstance(row, Mapping))
+    wrong = next((f"{row!r} does not fit" for row in misfits), "")
+    if not rows and not isinstance(value, Sequence):
         wrong = "it holds nothing"
     if wrong:
         raise ValueError(
             f"{key}: give files, or a list of texts, or rows such as {{'prompt': ...}}, here of a "
-            f"{type(given).__name__}; {wrong}"
+            f"{type(value).__name__}; {wrong}"
         )
     return rows
 

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from flowgrpo_rc.config.setting import PREFIX, REPLACED
+from flowgrpo_rc.config.foreign import PREFIX
 
 # What may become of a setting.
 TRANSLATED = "translated"
@@ -12,6 +12,8 @@ NONE = "no counterpart"
 STOPS = "stops the run"
 IGNORED = "ignored"
 REPEATED = "given again"
+# Begins the reason of a key whose place other settings of the user take.
+REPLACED = "replaced by"
 _KIND_WIDTH = len(NONE)
 # Characters of an override in a summary.
 _LONGEST = 80
@@ -44,10 +46,10 @@ def check(rows: Sequence[Row], ignore: Sequence[str]) -> None:
                 f"compat.ignore names {name}, but no override of that name is without counterpart "
                 "and would change what is trained: drop it"
             )
-    left = [row for row in rows if row.kind == STOPS]
-    if left:
-        reasons = "; ".join(f"{row.given} ({row.here})" for row in left)
-        keys = ",".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in left))
+    stopping = [row for row in rows if row.kind == STOPS]
+    if stopping:
+        reasons = "; ".join(f"{row.given} ({row.here})" for row in stopping)
+        keys = ",".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in stopping))
         raise ValueError(
             f"without a counterpart here, and would change what is trained: {reasons}. Set what is "
             f"named there, or go on without them by compat.ignore=[{keys}]"
@@ -55,8 +57,7 @@ def check(rows: Sequence[Row], ignore: Sequence[str]) -> None:
 
 
 def _names(name: str, key: str) -> bool:
-    name, key = name.removeprefix(PREFIX), key.removeprefix(PREFIX)
-    return key == name or key.startswith(f"{name}.")
+    return f"{key.removeprefix(PREFIX)}.".startswith(f"{name.removeprefix(PREFIX)}.")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -71,17 +72,17 @@ def summary(rows: Sequence[Row]) -> str:
     bare = [row for row in rows if row.here == row.given.lstrip("+").removeprefix(PREFIX)]
     needless = [row for row in rows if row.kind == NONE and not row.here.startswith(REPLACED)]
     shown = [row for row in rows if row not in bare and row not in needless]
-    parts = [_columns([(row.kind, _short(row.given), row.here) for row in shown])]
+    lines = [_columns([(row.kind, _short(row.given), row.here) for row in shown])]
     if bare:
-        parts.append(f"{TRANSLATED:{_KIND_WIDTH}}  {len(bare)} that only lose {PREFIX}")
+        lines.append(f"{TRANSLATED:{_KIND_WIDTH}}  {len(bare)} that only lose {PREFIX}")
     if needless:
         keys = ", ".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in needless))
         text = f"{NONE}  not needed, or said elsewhere (--cfg job tells why): {keys}"
         indent = " " * (_KIND_WIDTH + 2)
-        parts += textwrap.wrap(
+        lines += textwrap.wrap(
             text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
-    return "\n".join(part for part in parts if part)
+    return "\n".join(line for line in lines if line)
 
 
 def _short(text: str) -> str:

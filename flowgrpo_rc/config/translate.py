@@ -1,39 +1,58 @@
 """Translates settings in verl-omni's words, of a command line or a file, by `foreign.yaml`."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jinja2.sandbox import SandboxedEnvironment
-
-from flowgrpo_rc.config.rows import NONE, REPEATED, STOPS, TRANSLATED, Row
-from flowgrpo_rc.config.setting import AS_GIVEN, PREFIX, REPLACED, Given, Outcome, Setting, foreign
-from flowgrpo_rc.config.translate_rewards import REWARD_RULES, TERMS, chooses_rewards
+from flowgrpo_rc.config.foreign import PREFIX, foreign, row_of
+from flowgrpo_rc.config.rows import NONE, REPEATED, REPLACED, STOPS, TRANSLATED, Row
 from flowgrpo_rc.config.tree import known_keys
 
-MODEL = f"{PREFIX}model"
+# Values of settings by their keys, with and without prefix.
+Values = Mapping[str, Any]
 # A whole command gives both: verl-omni has no default for the second.
-WHOLE = (f"{MODEL}.path", f"{PREFIX}rollout.name")
-# Keys of the loss and of the window's size, in both systems' words; the first that is given counts.
-_LOSS = (
-    "actor.diffusion_loss.loss_mode",
-    f"{PREFIX}actor.diffusion_loss.loss_mode",
-    f"{PREFIX}actor.policy_loss.loss_mode",
-)
-_SIZE = (
-    f"{PREFIX}rollout.algo.sde_window_size",
-    f"{PREFIX}rollout.sde_window_size",
-    "rollout.algo.sde_window_size",
-)
-_FRAMES = "rollout.pipeline.num_frames"
-# Loggers of verl that this project does not have.
-_THEIR_LOGGERS = ("vemlp_wandb", "clearml", "file")
+WHOLE = (f"{PREFIX}model.path", f"{PREFIX}rollout.name")
+_TERMS = "reward.terms"
+_FUNCTION = "reward.custom_reward_function.path"
+_FUNCTIONS = "reward.reward_functions"
+
+
+class Setting(NamedTuple):
+    """An override, or a key of a file; `key` is without `+`, and `text` is the value as written."""
+
+    line: str
+    key: str
+    value: Any
+    text: str
+
+
+class Outcome(NamedTuple):
+    """Says what becomes of a setting."""
+
+    settings: Values = MappingProxyType({})  # key and value here; empty without a counterpart
+    why: str = ""  # what the user should know
+    # Whether there is no counterpart, and without the key something else would be trained.
+    stops: bool = False
+
+    def kind(self) -> str:
+        """Returns the kind of its row."""
+        if self.stops:
+            return STOPS
+        return TRANSLATED if self.settings else NONE
+
+    def lines(self, setting: Setting) -> dict[str, str]:
+        """Returns the override of each key; a value that is passed on stays as it was written."""
+        return {
+            key: f"{key}={setting.text if value is setting.value else write(value)}"
+            for key, value in self.settings.items()
+        }
 
 
 class TranslatedOverrides(NamedTuple):
     """Overrides in this project's naming."""
 
     lines: Sequence[str]
-    values: Mapping[str, Any]  # of the settings that have been translated, by the key here
+    values: Values  # by the key here
     rows: Sequence[Row]  # one for each setting that had another name or value
 
 
@@ -43,7 +62,7 @@ def is_whole_command(keys: Collection[str]) -> bool:
 
 
 def translate(
-    settings: Sequence[Setting], *, beside: Given | None = None, whole: bool = False
+    settings: Sequence[Setting], *, beside: Values | None = None, whole: bool = False
 ) -> TranslatedOverrides:
     """Translates settings. A key that neither system has stays, for the caller to refuse.
 
@@ -52,70 +71,53 @@ def translate(
     """
     # Of several settings of one key the last one counts, as with Hydra, and so does its place.
     last: dict[str, Setting] = {}
-    rows = []
+    rows: list[Row] = []
     for setting in settings:
         earlier = last.pop(setting.key, setting)
         if earlier.value != setting.value:
             rows.append(_replaced(earlier, setting.line))
         last[setting.key] = setting
-    given = dict(beside or {}) | {key: setting.value for key, setting in last.items()}
-    outcomes = {key: _outcome(setting, given) for key, setting in last.items()}
-    lines: dict[str, tuple[str, Setting]] = {}
+    values = dict(beside or {}) | {key: setting.value for key, setting in last.items()}
+    lines: dict[str, str] = {}
+    sources: dict[str, Setting] = {}
+    translated: dict[str, Any] = {}
     replaced: dict[str, str] = {}
-    for setting in last.values():
-        for key, line in _lines(setting, outcomes[setting.key]).items():
-            before, other = lines.get(key, (line, setting))
-            if other.key != setting.key and before.partition("=")[2] != line.partition("=")[2]:
+    outcomes = [(setting, _outcome(setting, values)) for setting in last.values()]
+    for setting, outcome in outcomes:
+        overrides = {setting.key: setting.line} if outcome is None else outcome.lines(setting)
+        for key, line in overrides.items():
+            other = sources.get(key, setting)
+            if _text(lines.get(key, line)) != _text(line):
                 # Of a key with and without prefix the last one counts, as of any repeated key.
-                if setting.key != key and _own(setting.key) != _own(other.key):
+                if setting.key != key and _bare(setting.key) != _bare(other.key):
                     raise ValueError(
-                        f"{other.line} and {setting.line} both set {key}, and contradict: drop one "
-                        "of them"
+                        f"{other.line} and {setting.line} both set {key}, and contradict: drop one"
                     )
                 # This project's own word replaces a translated one before it, too.
                 replaced[other.key] = setting.line
-            lines[key] = (line, setting)
-    translated = [(last[key], outcome) for key, outcome in outcomes.items() if outcome is not None]
-    rows += [row for each in translated for row in _rows(*each, replaced)]
+            lines[key] = line
+            sources[key] = setting
+            translated[key] = setting.value if outcome is None else outcome.settings[key]
+    for setting, outcome in outcomes:
+        if outcome is None:
+            continue
+        words = [*outcome.lines(setting).values()]
+        if setting.key in replaced:
+            rows.append(_replaced(setting, replaced[setting.key]))
+        elif words != [setting.line]:
+            meaning = "; ".join([*words, outcome.why] if outcome.why else words)
+            rows.append(Row(outcome.kind(), setting.line, meaning, setting.key))
     if whole:
-        rows += _unsaid(given)
-    return TranslatedOverrides(
-        lines=[line for line, _ in lines.values()],
-        values={
-            key: setting.value if value is AS_GIVEN else value
-            for setting, outcome in translated
-            for key, value in outcome.settings.items()
-        },
-        rows=rows,
-    )
+        rows += _unsaid(values)
+    return TranslatedOverrides([*lines.values()], translated, rows)
 
 
-def _own(key: str) -> str:
+def _bare(key: str) -> str:
     return key.removeprefix(PREFIX)
 
 
-def _lines(setting: Setting, outcome: Outcome | None) -> dict[str, str]:
-    """Returns the override of each key that a setting becomes."""
-    if outcome is None:
-        return {setting.key: setting.line}
-    return {
-        key: f"{key}={setting.text if value is AS_GIVEN else write(value)}"
-        for key, value in outcome.settings.items()
-    }
-
-
-def _rows(setting: Setting, outcome: Outcome, replaced: Mapping[str, str]) -> Iterator[Row]:
-    """Yields a row for a setting that has another name or value here."""
-    told = [*_lines(setting, outcome).values()]
-    if setting.key in replaced:
-        yield _replaced(setting, replaced[setting.key])
-        return
-    if told == [setting.line]:
-        return
-    told += [outcome.why] if outcome.why else []
-    translated = TRANSLATED if outcome.settings else NONE
-    kind = STOPS if outcome.stops else translated
-    yield Row(kind, setting.line, "; ".join(told), setting.key)
+def _text(line: str) -> str:
+    return line.partition("=")[2]
 
 
 def _replaced(setting: Setting, line: str) -> Row:
@@ -131,176 +133,256 @@ def write(value: Any) -> str:
     return str(value)
 
 
-def _unsaid(given: Given) -> Iterator[Row]:
+def _unsaid(values: Values) -> Iterator[Row]:
     """Yields a row for each default of verl-omni that has no counterpart and is not given."""
-    if not chooses_rewards(given):
+    choosing = (_TERMS, _FUNCTION, f"{_FUNCTIONS}.")
+    if not any(key.startswith(choosing) and value is not None for key, value in values.items()):
         why = "there the rows of the data choose it by data_source: set it"
-        yield Row(STOPS, f"{TERMS} (not given)", why, TERMS)
+        yield Row(STOPS, f"{_TERMS} (not given)", why, _TERMS)
     for key, value in foreign()["unsaid"].items():
-        if key not in given and key.removeprefix(PREFIX) not in given:
-            outcome = _by(foreign()["verl_omni"][key], Setting("", key, value, str(value)), given)
+        if _value(values, _bare(key), ...) is ...:
+            outcome = applied(row_of(key), Setting("", key, value, str(value)), values)
             if outcome.stops:
                 yield Row(STOPS, f"{key}={value} (not given)", outcome.why, key)
 
 
-def _outcome(setting: Setting, given: Given) -> Outcome | None:
+# --- Rows of the table
+
+
+def _outcome(setting: Setting, values: Values) -> Outcome | None:
     """Returns what becomes of a setting; None if it is not translated."""
-    own = _own(setting.key)
-    names = [setting.key] if own in known_keys() else [setting.key, PREFIX + own]
-    for key in names:
-        row = _row_of(key)
-        if row is not None:
-            return _by(row, setting._replace(key=key), given)
-    return None if own == setting.key else Outcome({own: AS_GIVEN})
+    bare = _bare(setting.key)
+    for key in [setting.key] if bare in known_keys() else [setting.key, PREFIX + bare]:
+        if (row := row_of(key)) is not None:
+            return applied(row, setting._replace(key=key), values)
+    return None if bare == setting.key else Outcome({bare: setting.value})
 
 
-def _row_of(key: str) -> Any:
-    """Returns the row of a key, or of the nearest section above it; None if there is none."""
-    rows = foreign()["verl_omni"]
-    section = key
-    while section and section not in rows:
-        section = section.rpartition(".")[0]
-    row = rows.get(section)
-    # What has a counterpart is no section.
-    is_key = isinstance(row, Mapping) and "to" in row
-    return None if section != key and is_key else row
-
-
-def _by(row: Any, setting: Setting, given: Given) -> Outcome:
+def applied(row: Any, setting: Setting, values: Values) -> Outcome:
     """Returns what a row of the table makes of a setting."""
     if isinstance(row, str):
         return Outcome(why=row)
     if "rule" in row:
-        return _RULES[row["rule"]](setting, given)
-    if "loss" in row and _loss_of(given) != row["loss"]:
-        return Outcome(why=f"belongs to loss_mode={row['loss']}")
-    if _loss_of(given) in row.get("unread", ()):
-        return Outcome(why=f"not read there with loss_mode={_loss_of(given)}")
-    if "if" in row and not _CONDITIONS[row["if"]](setting.value, given):
-        return _by(row["else"], setting, given)
-    for value, chosen in row.get("at", {}).items():
+        return _RULES[row["rule"]](setting, values)
+    if (reason := _unread(row, setting.value, values)) is not None:
+        return applied(reason, setting, values)
+    for value, row_of_value in row.get("at", {}).items():
         if _same(value, setting.value):
-            return _by(chosen, setting, given)
-    if any(_same(value, setting.value) for value in row.get("as_here", ())):
+            return applied(row_of_value, setting, values)
+    if any(_same(value, setting.value) for value in row.get("same", ())):
         return Outcome(why="as here")
     if "stop" in row:
         return Outcome(why=row["stop"], stops=True)
-    found = dict(row.get("set", {}))
+    settings = dict(row.get("set", {}))
     if "to" in row:
-        found[row["to"].replace("*", setting.key.rpartition(".")[2])] = _written(row, setting.value)
+        settings[row["to"]] = _written(row, setting.value)
     for key, value in row.get("unsaid", {}).items():
-        if key not in given and _own(key) not in given:
-            default = _by(_row_of(key), Setting("", key, value, str(value)), given).settings
-            for name, here in default.items():
-                if name not in given:
-                    found[name] = value if here is AS_GIVEN else here
-    return Outcome(found, row.get("why", ""))
+        if _value(values, _bare(key), ...) is ...:
+            default = applied(row_of(key), Setting("", key, value, str(value)), values)
+            settings |= {key: value for key, value in default.settings.items() if key not in values}
+    return Outcome(settings, row.get("why", ""))
+
+
+def _unread(row: Mapping[str, Any], value: Any, values: Values) -> Any:
+    """Returns what holds in place of a row that is not read beside these values; None if it is."""
+    loss = _loss_of(values)
+    if "loss" in row and loss != row["loss"]:
+        return row.get("else", f"belongs to loss_mode={row['loss']}")
+    if loss in row.get("unread", ()):
+        return f"not read there with loss_mode={loss}"
+    for key in row.get("unless", ()):
+        if _value(values, key) is not None:
+            return f"{key} decides"
+    if "if" in row and not _CONDITIONS[row["if"]](value, values):
+        return row["else"]
+    return None
 
 
 def _written(row: Mapping[str, Any], value: Any) -> Any:
     """Returns a value of the other system as it is written here."""
-    for there, here in row.get("values", {}).items():
-        if _same(there, value):
-            return here
-    return row["as"].replace("VALUE", str(value)) if "as" in row else AS_GIVEN
+    for foreign_value, own_value in row.get("values", {}).items():
+        if _same(foreign_value, value):
+            return own_value
+    return row["as"].replace("VALUE", str(value)) if "as" in row else value
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     """Returns whether two values are equal; True and 1 are not."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+    return bool(first == second) and isinstance(first, bool) == isinstance(second, bool)
 
 
-def _loss_of(given: Given) -> Any:
-    return next((given[key] for key in (*_LOSS, f"{MODEL}.algorithm") if key in given), None)
+def _value(values: Values, key: str, default: Any = None) -> Any:
+    """Returns the value of a key with or without prefix."""
+    return values.get(key, values.get(PREFIX + key, default))
 
 
-def _is_positive(value: Any) -> bool:
-    return value is not None and value > 0
+def _loss_of(values: Values) -> Any:
+    keys = ("actor.diffusion_loss.loss_mode", "actor.policy_loss.loss_mode", "model.algorithm")
+    modes = (_value(values, key) for key in keys)
+    return next((mode for mode in modes if mode is not None), None)
 
 
-def _has_window(value: Any, given: Given) -> bool:
-    sizes = [given[name] for name in _SIZE if name in given]
-    return None not in sizes if sizes else not is_whole_command(given)
+# --- Rules that look at other keys
 
 
-def _has_own_template(value: Any, given: Given) -> bool:
-    """Returns whether a chat template makes anything but the user's text of a chat."""
-    if value is None:
-        return False
-    chat = (("system", "the system's text"), ("user", "the user's text"))
-    messages = [{"role": role, "content": content} for role, content in chat]
-    try:
-        text = SandboxedEnvironment().from_string(str(value)).render(messages=messages)
-    except Exception:  # a template is foreign code
-        return True
-    return text != "the user's text"
+def _has_window(value: Any, values: Values) -> bool:
+    keys = ("rollout.algo.sde_window_size", "rollout.sde_window_size")
+    sizes = [size for key in keys if (size := _value(values, key, ...)) is not ...]
+    return None not in sizes if sizes else not is_whole_command(values)
 
 
-def _draws_more(value: Any, given: Given) -> bool:
+def _draws_more(value: Any, values: Values) -> bool:
     """Returns whether a run draws more prompts than so many, which verl-omni picks at random."""
     if value in (None, -1):
         return False
-    steps, prompts = given.get("trainer.total_training_steps"), given.get("data.train_batch_size")
-    if steps is None or prompts is None or given.get("data.shuffle") is False:
+    steps = values.get("trainer.total_training_steps")
+    prompts = values.get("data.train_batch_size")
+    if steps is None or prompts is None or values.get("data.shuffle") is False:
         return True
     return bool(steps * prompts > value)
 
 
-def _has_own_tokenizer(value: Any, given: Given) -> bool:
-    model = given.get(f"{MODEL}.path", given.get("model.path"))
-    return value is not None and not str(value).startswith(f"{model}/")
+def _warms_up_by_ratio(value: Any, values: Values) -> bool:
+    return bool(value) and (_value(values, "actor.optim.lr_warmup_steps") or 0) <= 0
 
 
 # What `if` names in the table: of the key's value, and of all values.
-_CONDITIONS: Mapping[str, Callable[[Any, Given], bool]] = {
-    "nft": lambda value, given: _loss_of(given) == "diffusion_nft",
-    "no_fixed_decay": lambda value, given: given.get("algorithm.old_policy_decay") is None,
+_CONDITIONS: Mapping[str, Callable[[Any, Values], bool]] = {
     "draws_more": _draws_more,
-    "filters_groups": lambda value, given: bool(given.get("algorithm.filter_groups.enable")),
-    "no_loss_mode": lambda value, given: not any(key in given for key in _LOSS),
-    "no_total_steps": lambda value, given: given.get("trainer.total_training_steps") is None,
+    "filters_groups": lambda value, values: bool(values.get("algorithm.filter_groups.enable")),
     "window_size": _has_window,
-    "positive": lambda value, given: _is_positive(value),
-    "negative": lambda value, given: isinstance(value, int) and value < 0,
-    "warmup_ratio": lambda value, given: (
-        bool(value) and not _is_positive(given.get(f"{PREFIX}actor.optim.lr_warmup_steps"))
+    "warms_up_by_ratio": _warms_up_by_ratio,
+    "videos": lambda value, values: _value(values, "rollout.pipeline.num_frames", 1) != 1,
+    "other_tokenizer": lambda value, values: (
+        not str(value).startswith(f"{_value(values, 'model.path')}/")
     ),
-    "videos": lambda value, given: given.get(f"{PREFIX}{_FRAMES}", given.get(_FRAMES, 1)) != 1,
-    "listed": lambda value, given: value is None or isinstance(value, list),
-    "other_template": _has_own_template,
-    "other_tokenizer": _has_own_tokenizer,
-    "verl_omni": lambda value, given: any(key.startswith(PREFIX) for key in given),
+    "verl_omni": lambda value, values: any(key.startswith(PREFIX) for key in values),
 }
 
 
-def _loggers(setting: Setting, given: Given) -> Outcome:
+def _loggers(setting: Setting, values: Values) -> Outcome:
     """Takes a single name, too, and drops loggers that have no counterpart."""
-    asked = setting.value if isinstance(setting.value, list) else [setting.value]
-    dropped = [name for name in asked if name in _THEIR_LOGGERS]
-    known = [name for name in asked if name not in dropped]
-    why = f"there is no {', '.join(dropped)}; metrics.jsonl is always written" if dropped else ""
-    return Outcome({"trainer.logger": AS_GIVEN if known == setting.value else known}, why)
+    names = setting.value if isinstance(setting.value, list) else [setting.value]
+    known = [name for name in names if name not in foreign()["loggers"]]
+    dropped = ", ".join(name for name in names if name in foreign()["loggers"])
+    why = f"there is no {dropped}; metrics.jsonl is always written" if dropped else ""
+    return Outcome({"trainer.logger": setting.value if known == setting.value else known}, why)
 
 
-def _deviation(setting: Setting, given: Given) -> Outcome:
+def _deviation(setting: Setting, values: Values) -> Outcome:
     """Lets the estimator say what advantages are divided by, which two switches say there."""
-    by_batch = given.get("algorithm.global_std")
-    fits: list[str | None] = ["flow_grpo", "dance_grpo", "gdpo"]
-    if not given.get("algorithm.norm_adv_by_std_in_grpo", True):
-        fits = ["dr_grpo", "rloo"]
+    by_batch = values.get("algorithm.global_std")
+    estimators: list[str | None] = ["flow_grpo", "dance_grpo", "gdpo"]
+    if not values.get("algorithm.norm_adv_by_std_in_grpo", True):
+        estimators = ["dr_grpo", "rloo"]
     elif by_batch is None:  # any deviation will do, and so will the estimator of a file
-        fits += ["grpo", None]
+        estimators += ["grpo", None]
     elif not by_batch:
-        fits = ["grpo"]
-    chosen = given.get("algorithm.adv_estimator")
-    if chosen in fits:
+        estimators = ["grpo"]
+    chosen = values.get("algorithm.adv_estimator")
+    if chosen in estimators:
         return Outcome(why="as here")
     if chosen is None:
-        return Outcome({"algorithm.adv_estimator": fits[0]})
-    return Outcome(why=f"here that is algorithm.adv_estimator={fits[0]}", stops=True)
+        return Outcome({"algorithm.adv_estimator": estimators[0]})
+    return Outcome(why=f"here that is algorithm.adv_estimator={estimators[0]}", stops=True)
 
 
-_RULES = {**REWARD_RULES, "loggers": _loggers, "deviation": _deviation}
+# --- Rewards
+
+
+def _scorer(path: Any) -> Mapping[str, Any]:
+    """Returns the reward here that scores as a file of verl-omni does; empty if there is none.
+
+    The file is `a/b/genrm_ocr.py` or `pkg://a.b.genrm_ocr`.
+    """
+    name = str(path).rsplit("/", 1)[-1].removesuffix(".py").rsplit(".", 1)[-1]
+    return foreign()["rewards"].get(name, {})
+
+
+def _functions(values: Values) -> dict[str, Any]:
+    """Returns the file of each reward function, by the name that its term has here."""
+    paths = {
+        key.split(".")[2]: path
+        for key, path in values.items()
+        if key.startswith(f"{_FUNCTIONS}.") and key.endswith(".path")
+    }
+    path = values.get(_FUNCTION)
+    if path is not None and not paths:
+        return {_scorer(path).get("name", "function"): path}
+    return paths
+
+
+def _own_terms(values: Values) -> list[str]:
+    """Returns the user's own terms, which take the place of reward functions.
+
+    Options of a translated term refine it, and a term of weight 0 is only logged.
+    """
+    chosen: dict[str, bool] = {}
+    for key, value in values.items():
+        if key == _TERMS and isinstance(value, Mapping):
+            chosen |= {str(name): term is not None for name, term in value.items()}
+        elif key.startswith(f"{_TERMS}."):
+            name, _, option = key.removeprefix(f"{_TERMS}.").partition(".")
+            chosen[name] = value is not None and (option, value) != ("weight", 0)
+    functions = _functions(values)
+    return [f"{_TERMS}.{name}" for name in chosen if chosen[name] and name not in functions]
+
+
+def _reward(setting: Setting, values: Values) -> Outcome:
+    """Returns what a key of verl-omni's reward functions, or of its reward model, is here."""
+    if setting.value in (None, {}) or setting.value is False:
+        return Outcome(why="none is asked for")
+    if own_terms := _own_terms(values):
+        return Outcome(why=f"{REPLACED} {', '.join(own_terms)}")
+    functions = _functions(values)
+    readers = [name for name, path in functions.items() if "url" in _scorer(path)]
+    name, _, option = setting.key.removeprefix(f"{_FUNCTIONS}.").rpartition(".")
+    if option == "model_path":
+        models = {f"{_TERMS}.{reader}.model": setting.value for reader in readers}
+        return Outcome(models, "" if models else "belongs to reward_model.enable")
+    if option == "enable" and readers:
+        return Outcome(why=foreign()["verl_omni"]["reward.reward_model"])
+    if setting.key == _FUNCTION:
+        name = next(iter(functions))
+        if functions[name] != setting.value:
+            return Outcome(why=f"{_FUNCTIONS} are given")
+    scorer = _scorer(functions.get(name))
+    if option == "path":
+        return _term(name, scorer, values)
+    if option in ("name", "required") or (name in functions and not scorer):
+        return Outcome(why=f"belongs to {_FUNCTIONS}.{name}.path")
+    if option == "weight" and scorer:
+        return Outcome({f"{_TERMS}.{name}.weight": setting.value * (1 / scorer["divisor"])})
+    return Outcome(why=f"rewards are set in {_TERMS}", stops=True)
+
+
+def _term(name: str, scorer: Mapping[str, Any], values: Values) -> Outcome:
+    """Returns the term that a reward function is here; it takes the place of the bundled `ocr`."""
+    key = f"{_TERMS}.{name}"
+    if values.get(key, ...) is None:
+        return Outcome(why=f"dropped by {key}=null")
+    if not scorer:
+        known = ", ".join(foreign()["rewards"])
+        return Outcome(why=f"set {_TERMS}; only {known} have a counterpart", stops=True)
+    settings: dict[str, Any] = {}
+    if "ocr" not in _functions(values) and f"{_TERMS}.ocr" not in values:
+        settings[f"{_TERMS}.ocr"] = None
+    if name != scorer["name"]:
+        settings[f"{key}._target_"] = scorer["name"]
+    if scorer["divisor"] != 1 and f"{_FUNCTIONS}.{name}.weight" not in values:
+        settings[f"{key}.weight"] = 1 / scorer["divisor"]
+    if "url" in scorer and f"{key}.url" not in values:
+        settings[f"{key}.url"] = scorer["url"]
+    model = values.get("reward.reward_model.model_path", "MODEL")
+    return Outcome(settings, scorer.get("why", "").replace("MODEL", str(model)))
+
+
+# What `rule` names in the table.
+_RULES: Mapping[str, Callable[[Setting, Values], Outcome]] = {
+    "loggers": _loggers,
+    "deviation": _deviation,
+    "reward": _reward,
+}
 
 # --- Files
 
@@ -322,7 +404,7 @@ def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {".".join(path): value for path, value in leaves(tree)}
 
 
-def translate_tree(tree: Mapping[str, Any], beside: Given) -> tuple[dict[str, Any], list[Row]]:
+def translate_tree(tree: Mapping[str, Any], beside: Values) -> tuple[dict[str, Any], list[Row]]:
     """Returns a file in this project's naming, and the rows of what had another name or value.
 
     A key that neither system has stays, for the caller to refuse.
@@ -332,13 +414,11 @@ def translate_tree(tree: Mapping[str, Any], beside: Given) -> tuple[dict[str, An
         for key, value in values_of(tree).items()
     ]
     translated = translate(settings, beside=beside)
-    gone = {row.key for row in translated.rows}
-    paths = {path: value for path, value in leaves(tree) if ".".join(path) not in gone}
+    paths = {".".join(path): path for path, _ in leaves(tree)}
+    translated_tree: dict[str, Any] = {}
     for key, value in translated.values.items():
-        paths.setdefault(tuple(key.split(".")), value)
-    found: dict[str, Any] = {}
-    for (*sections, name), value in paths.items():
-        place = found
+        *sections, name = paths.get(key, key.split("."))
+        place = translated_tree
         for section in sections:
             if place.get(section) is None:
                 place[section] = {}
@@ -346,4 +426,4 @@ def translate_tree(tree: Mapping[str, Any], beside: Given) -> tuple[dict[str, An
             if not isinstance(place, dict):
                 raise ValueError(f"{section}={place!r}: a section of keys, such as {name}")
         place[name] = value
-    return found, list(translated.rows)
+    return translated_tree, list(translated.rows)

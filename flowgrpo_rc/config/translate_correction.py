@@ -5,12 +5,12 @@ without a note.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.config.setting import foreign, mapping_of
+from flowgrpo_rc.config.foreign import foreign, mapping_of
+from flowgrpo_rc.config.translate import Setting, applied
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.presets import PRESETS
 from flowgrpo_rc.correction.thresholds import KEY, OLDER_NAMES
@@ -18,22 +18,13 @@ from flowgrpo_rc.plugins import did_you_mean
 
 Layer = Mapping[str, Any]
 OWN_KEYS = tuple(f.name for f in dataclasses.fields(RolloutCorrectionConfig))
-# slime's settings of the weights, each in its spellings, and of the rejection. The last of each
-# switches the others on.
-_TIS = (
-    ("tis_level", "mis_level"),
-    ("tis_mode", "mis_mode"),
-    ("tis_lower_bound", "mis_lower_bound", "tis_clip_low"),
-    ("tis_upper_bound", "mis_upper_bound", "tis_clip"),
-    ("tis_batch_normalize", "mis_batch_normalize"),
-    ("use_tis", "use_rollout_correction"),
-)
-_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound", "use_rs")
-_SWITCHES = (*_TIS[-1], _RS[-1])
-_PAIRS = (*_TIS, ("rs_veto_threshold", "mis_veto_threshold"))
-SLIME_KEYS = (*(key for pair in _TIS for key in pair), *_RS, *foreign()["slime"])
+# Keys with one row are spellings of one setting.
+_ROWS: Layer = {**foreign()["verl"], **foreign()["slime"]}
+_SWITCHES = ("use_tis", "use_rollout_correction", "use_rs")
+# In the table: the lower bound of weights, which is a part of their threshold here.
+_LOWER = "lower"
 _FILE_KEY = "custom_config_path"
-KNOWN_KEYS = (*OWN_KEYS, "preset", *foreign()["verl"], *SLIME_KEYS, _FILE_KEY)
+KNOWN_KEYS = (*OWN_KEYS, "preset", *_ROWS, _FILE_KEY)
 # A preset is named for these, so that it cannot be refined by others.
 _FIXED_BY_PRESET = ("bypass_mode", "loss_type")
 # What acts in both modes, and leaves the mode as it is; no document has `auto` thresholds.
@@ -43,6 +34,13 @@ _DEPENDENTS = {
     "rollout_is": ("rollout_is_mode", "rollout_is_batch_normalize"),
     "rollout_rs": ("rollout_rs_threshold", "rollout_rs_threshold_lower"),
 }
+
+
+class _Sourced(NamedTuple):
+    """A value here, and the key that it comes from."""
+
+    value: Any
+    source: str
 
 
 def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
@@ -57,49 +55,49 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
     notes: list[str] = []
     flags: dict[str, Any] = {}
     for layer in layers:
-        given, read = _with_file(layer)
-        if given.get("preset") is not None:
+        layer = _with_file(layer, notes)
+        if layer.get("preset") is not None:
             settings = {}
             flags = {}
-        own = {key: value for key, value in given.items() if key in SLIME_KEYS}
-        replaced = {key for pair in _PAIRS for key in pair if own.keys() & set(pair)}
-        flags = {key: value for key, value in flags.items() if key not in replaced} | own
-        found = _translated(given | flags if own else given)
-        notes += [*read, *found.notes]
-        asking = _asks_for_weights(settings, found.values, own)
-        settings = _over(settings, found.values)
-        says_mode = "bypass_mode" in found.values or "loss_type" in found.values
+        new_flags = {key: value for key, value in layer.items() if key in foreign()["slime"]}
+        new_rows = [_ROWS[key] for key in new_flags]
+        flags = {key: value for key, value in flags.items() if _ROWS[key] not in new_rows}
+        flags |= new_flags
+        values = _translated({**layer, **flags} if new_flags else layer, notes)
+        asking = _asks_for_weights(settings, values, new_flags)
+        settings = _over(settings, values)
+        says_mode = "bypass_mode" in values or "loss_type" in values
         metrics = settings.get("bypass_mode") and settings.get("loss_type") in (None, "ppo_clip")
         if says_mode or not metrics:
             continue
-        kept = [f"{key}={found.values[key]}" for key in _IN_BOTH_MODES if key in found.values]
+        acting = [f"{key}={values[key]}" for key in _IN_BOTH_MODES if key in values]
         if asking:
             settings["bypass_mode"] = False
             notes.append(
                 f"{asking} -> bypass_mode=False; in bypass mode with ppo_clip weights would be "
                 "metrics alone (bypass_mode=true, if that is meant)"
             )
-        elif kept and "auto" not in str(found.values.get("rollout_rs_threshold")):
+        elif acting and "auto" not in str(values.get("rollout_rs_threshold")):
             notes.append(
-                f"{kept[0]} -> bypass_mode=True stays, as the configuration has it; without a word "
-                "on the mode the documents mean bypass_mode=false"
+                f"{acting[0]} -> bypass_mode=True stays, as the configuration has it; without a "
+                "word on the mode the documents mean bypass_mode=false"
             )
     config = RolloutCorrectionConfig(**settings)
     try:
         config.validate()
     except ValueError as error:
-        told = f" (translated: {'; '.join(notes)})" if notes else ""
-        raise ValueError(f"{error}{told}") from error
+        translated = f" (translated: {'; '.join(notes)})" if notes else ""
+        raise ValueError(f"{error}{translated}") from error
     return config, notes
 
 
-def _asks_for_weights(before: Layer, layer: Layer, slime: Layer) -> str:
+def _asks_for_weights(before: Layer, layer: Layer, flags: Layer) -> str:
     """Returns the setting of a layer that asks for weights where there were none; "" without any.
 
     slime's switches always do: its own default for the mode is decoupled.
     """
     for key in _SWITCHES:
-        if str(slime.get(key)).lower() == "true":
+        if str(flags.get(key)).lower() == "true":
             return f"{key}=true"
     level = layer.get("rollout_is")
     return "" if level is None or before.get("rollout_is") is not None else f"rollout_is={level}"
@@ -112,177 +110,132 @@ def _over(settings: Layer, over: Layer) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in gone} | dict(over)
 
 
-def _with_file(layer: Layer) -> tuple[dict[str, Any], list[str]]:
-    """Adds the keys of a slime file (`custom_config_path`) to a layer, and makes a note of them."""
-    given = {str(key): value for key, value in layer.items()}
-    path = given.pop(_FILE_KEY, None)
+def _with_file(layer: Layer, notes: list[str]) -> dict[str, Any]:
+    """Returns a layer with the keys of its slime file (`custom_config_path`), and notes them."""
+    layer = {str(key): value for key, value in layer.items()}
+    path = layer.pop(_FILE_KEY, None)
     if path is None:
-        return given, []
+        return layer
     file = f"{KEY}.{_FILE_KEY}={path}"
-    read = mapping_of(Path(str(path)).expanduser(), file)
-    for key, value in read.items():
-        if key in given and given[key] != value:
-            raise ValueError(
-                f"{KEY}.{key}={given[key]!r} and {file} with {key}={value!r} contradict: drop one"
-            )
-    return read | given, [f"{_FILE_KEY}={path} -> {', '.join(read)}"]
+    in_file = mapping_of(Path(str(path)).expanduser(), file)
+    for key, value in in_file.items():
+        if layer.get(key, value) != value:
+            raise _contradiction(f"{KEY}.{key}={layer[key]!r}", f"{file} with {key}={value!r}")
+    notes.append(f"{_FILE_KEY}={path} -> {', '.join(in_file)}")
+    return in_file | layer
 
 
-class _Settings:
-    """Our settings so far, which key of the user each came from, and notes."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.notes: list[str] = []
-        self._sources: dict[str, str] = {}
-
-    def put(self, key: str, value: Any, source: str) -> None:
-        if key in self.values and self.values[key] != value:
-            raise ValueError(
-                f"{KEY}.{source} means {key}={value!r}, but {KEY}.{self._sources[key]} says "
-                f"{key}={self.values[key]!r}: drop one of them"
-            )
-        self.values[key] = value
-        self._sources.setdefault(key, source)
-        if source != key:
-            self.notes.append(f"{source} -> {key}={value}")
-
-    def put_off(self, switch: str, source: str) -> None:
-        """Puts the defaults of a switch and of what depends on it."""
-        default = RolloutCorrectionConfig()
-        for key in (switch, *_DEPENDENTS[switch]):
-            self.put(key, getattr(default, key), source)
+def _contradiction(first: str, second: str) -> ValueError:
+    return ValueError(f"{first} and {second} contradict: drop one of them")
 
 
-def _translated(given: Layer) -> _Settings:
+def _translated(layer: Layer, notes: list[str]) -> dict[str, Any]:
     """Translates a layer; ValueError for an unknown key or preset, or a contradiction."""
-    found = _Settings()
-    for key in given:
+    for key in layer:
         if key not in KNOWN_KEYS:
             raise ValueError(
                 f"{KEY}.{key}: unknown key{did_you_mean(key, KNOWN_KEYS)}; its keys are "
                 f"{', '.join(OWN_KEYS)} and preset"
             )
-    for key in OWN_KEYS:
-        if key in given:
-            found.put(key, given[key], key)
-    level = given.get("rollout_rs")
+    values = {key: layer[key] for key in OWN_KEYS if key in layer}
+    level = layer.get("rollout_rs")
     if isinstance(level, str) and level in OLDER_NAMES:
-        found.notes.append(f"rollout_rs={level} -> {OLDER_NAMES[level]}")
-    for key, row in {**foreign()["verl"], **foreign()["slime"]}.items():
-        if given.get(key) is None:
-            continue
-        if isinstance(row, str):
-            found.notes.append(f"{key}: {row}")
-        elif "stop" in row:
-            if _flag(given[key], key):
-                raise ValueError(f"{KEY}.{key}={given[key]}: {row['stop']}; drop it")
-            found.notes.append(f"{key}={given[key]} changes nothing")
-        elif str(given[key]).rpartition(".")[2] in row.get("as_here", ()):
-            found.notes.append(f"{key}: as here")
-        else:
-            value = _VALUES[row["value"]](given[key], key)
-            found.put(row["to"], row.get("values", {}).get(value, value), key)
-    _slime(given, found)
-    if given.get("preset") is not None:
-        _preset(given["preset"], found)
-    return found
+        notes.append(f"rollout_rs={level} -> {OLDER_NAMES[level]}")
+    for key, (value, source) in _foreign_settings(layer, notes).items():
+        if values.get(key, value) != value:
+            raise ValueError(
+                f"{KEY}.{source} means {key}={value!r}, but {KEY}.{key}={values[key]!r}: drop one"
+            )
+        values[key] = value
+        notes.append(f"{source} -> {key}={value}")
+    return values if layer.get("preset") is None else _with_preset(layer["preset"], values, notes)
 
 
-def _preset(name: Any, found: _Settings) -> None:
-    """Puts the preset's settings below those that are given; its mode and loss are fixed."""
+def _with_preset(name: Any, values: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Returns a preset's settings with others over them; its mode and loss are fixed."""
     if name not in PRESETS:
         raise ValueError(
             f"{KEY}.preset={name!r}{did_you_mean(str(name), PRESETS)}: there are "
             f"{', '.join(PRESETS)}"
         )
-    chosen = vars(getattr(RolloutCorrectionConfig, name)())
+    preset = vars(getattr(RolloutCorrectionConfig, name)())
     for key in _FIXED_BY_PRESET:
-        if found.values.get(key, chosen[key]) != chosen[key]:
+        if values.get(key, preset[key]) != preset[key]:
             raise ValueError(
-                f"{KEY}.preset={name} has {key}={chosen[key]}, but {KEY}.{key}={found.values[key]} "
+                f"{KEY}.preset={name} has {key}={preset[key]}, but {KEY}.{key}={values[key]} "
                 "is given: choose another preset, or drop one of them"
             )
     default = vars(RolloutCorrectionConfig())
-    changed = {key: value for key, value in chosen.items() if value != default[key]}
-    found.values = _over(changed, found.values)
+    changed = {key: value for key, value in preset.items() if value != default[key]}
     listed = ", ".join(f"{key}={value}" for key, value in changed.items()) or "metrics only"
-    found.notes.append(f"preset={name} -> {listed}")
+    notes.append(f"preset={name} -> {listed}")
+    return _over(changed, values)
 
 
-class _Given(NamedTuple):
-    """A key of the user and its value, None where it is not given."""
-
-    key: str
-    value: Any
-
-    def or_else(self, other: "_Given") -> "_Given":
-        return other if self.value is None else self
-
-    def is_on(self) -> bool:
-        return self.value is not None and _flag(self.value, self.key)
-
-    def number(self, default: float) -> float:
-        return default if self.value is None else _number(self.value, self.key)
-
-
-def _slime(given: Layer, found: _Settings) -> None:
-    """Puts what slime's switches turn on. What they leave unused is left out with a note."""
-    level, mode, lower, upper, normalize, weigh = (_either(given, *pair) for pair in _TIS)
-    rs_level, rs_lower, rs_upper, reject = (_Given(key, given.get(key)) for key in _RS)
-    used: list[_Given] = []
-    if weigh.is_on():
-        if mode.value is None and lower.key == "tis_clip_low" and lower.number(0) > 0:
-            mode = lower._replace(value="clip")
-        used += [level, mode, upper, normalize]
-        found.put("rollout_is", level.value or "token", level.or_else(weigh).key)
-        if mode.value is not None:
-            found.put("rollout_is_mode", mode.value, mode.key)
-        highest = upper.number(2.0)
-        if mode.value in (None, "truncate"):
-            found.put("rollout_is_threshold", highest, upper.or_else(weigh).key)
-        else:
-            used.append(lower)
-            lowest = lower.number(1 / highest if highest else 0.0)
-            source = upper.or_else(lower).or_else(weigh)
-            found.put("rollout_is_threshold", f"{lowest}_{highest}", source.key)
-            if lower.value is not None:
-                found.notes.append(f"{lower.key} -> the lower bound in rollout_is_threshold")
-        if normalize.value is not None:
-            found.put("rollout_is_batch_normalize", normalize.is_on(), normalize.key)
-    elif weigh.value is not None:
-        found.put_off("rollout_is", weigh.key)
-    if reject.is_on():
-        # Bounds that are not given fall back to those of the weights.
-        least, most = rs_lower.or_else(lower), rs_upper.or_else(upper)
-        used += [rs_level, least, most]
-        name = rs_level.value or "token"
-        found.put("rollout_rs", OLDER_NAMES.get(name, name), rs_level.or_else(reject).key)
-        found.put("rollout_rs_threshold", most.number(2.0), most.or_else(reject).key)
-        if least.value is not None:
-            found.put("rollout_rs_threshold_lower", least.number(0), least.key)
-    elif reject.value is not None:
-        found.put_off("rollout_rs", reject.key)
-    for one in (level, mode, lower, upper, normalize, rs_level, rs_lower, rs_upper):
-        if one.value is None or one in used:
+def _foreign_settings(layer: Layer, notes: list[str]) -> dict[str, _Sourced]:
+    """Returns the settings here that the keys of other systems mean."""
+    rows = [(key, row) for key, row in _ROWS.items() if layer.get(key) is not None]
+    is_on = {switch: _is_on(layer, switch) for switch in ("use_tis", "use_rs")}
+    shared = _bounds_of_weights(layer) if is_on["use_rs"] else []
+    settings: dict[str, _Sourced] = {}
+    for key, row in sorted([*rows, *shared], key=lambda pair: pair[0] in _SWITCHES):
+        if isinstance(row, Mapping) and not is_on.get(row.get("switch", ""), True):
+            if key not in dict(shared):
+                notes.append(f"{key}={layer[key]} is not used: {row['switch']} is not on")
             continue
-        switch = reject if one.key in _RS else weigh
-        why = "tis_mode=truncate has no lower bound"
-        if not switch.is_on():
-            why = f"{switch.key} is not on"
-        found.notes.append(f"{one.key}={one.value} is not used: {why}")
+        value = _VALUES[row["value"]](layer[key], key) if "value" in row else layer[key]
+        outcome = applied(row, Setting("", key, value, ""), layer)
+        if outcome.stops:
+            raise ValueError(f"{KEY}.{key}={layer[key]}: {outcome.why}; drop it")
+        if outcome.why:
+            notes.append(f"{key}: {outcome.why}")
+        for name, value in outcome.settings.items():
+            earlier = settings.setdefault(name, _Sourced(value, key))
+            # A switch says only what the keys that belong to it leave open.
+            if earlier.value != value and key not in _SWITCHES:
+                raise _contradiction(*(f"{KEY}.{x}={layer[x]!r}" for x in (earlier.source, key)))
+    _join_bounds(settings, notes)
+    return settings
 
 
-def _either(given: Layer, *names: str) -> _Given:
-    """Reads a setting with several names. ValueError if two of them have different values."""
-    found = [_Given(name, given[name]) for name in names if given.get(name) is not None]
-    for first, second in itertools.pairwise(found):
-        if first.value != second.value:
-            raise ValueError(
-                f"{KEY}.{first.key}={first.value!r} and {KEY}.{second.key}={second.value!r} "
-                "contradict: drop one of them"
-            )
-    return found[-1] if found else _Given(names[0], None)
+def _is_on(layer: Layer, switch: str) -> bool:
+    keys = [key for key in _ROWS if _ROWS[key] == _ROWS[switch] and layer.get(key) is not None]
+    flags = [_flag(layer[key], key) for key in keys]
+    if len({*flags}) > 1:
+        raise _contradiction(*(f"{KEY}.{key}={layer[key]!r}" for key in keys))
+    return any(flags)
+
+
+def _bounds_of_weights(layer: Layer) -> list[tuple[str, Any]]:
+    """Returns the bounds of weights that rejection falls back to, with the rows of its own."""
+    return [
+        (key, _ROWS[f"rs_{bound}"])
+        for bound in ("lower_bound", "upper_bound")
+        for key in _ROWS
+        if layer.get(f"rs_{bound}") is None and _ROWS[key] == _ROWS[f"tis_{bound}"]
+        if layer.get(key) is not None
+    ]
+
+
+def _join_bounds(settings: dict[str, _Sourced], notes: list[str]) -> None:
+    """Makes one threshold of the bounds of weights; only some modes have a lower one."""
+    lower = settings.pop(_LOWER, None)
+    upper = settings.get("rollout_is_threshold")
+    if lower is not None and lower.source == "tis_clip_low" and lower.value > 0:
+        settings.setdefault("rollout_is_mode", _Sourced("clip", lower.source))
+    mode = settings["rollout_is_mode"].value if "rollout_is_mode" in settings else "truncate"
+    if upper is None or mode is None:
+        return
+    if mode == "truncate":
+        if lower is not None:
+            notes.append(f"{lower.source} is not used by weights of tis_mode=truncate")
+        return
+    lowest = 1 / upper.value if upper.value else 0.0
+    source = upper.source
+    if lower is not None:
+        lowest = lower.value
+        source = lower.source if source in _SWITCHES else f"{lower.source} {source}"
+    settings["rollout_is_threshold"] = _Sourced(f"{lowest}_{upper.value}", source)
 
 
 def _flag(value: Any, key: str) -> bool:
@@ -299,9 +252,9 @@ def _number(value: Any, key: str) -> float:
 
 
 def _function(value: Any, key: str) -> str:
-    """slime writes `module.function`, here it is `module:function`."""
+    """Returns slime's `module.function` as `module:function`, and the name alone of slime's own."""
     module, _, name = str(value).replace(":", ".").rpartition(".")
-    return f"{module}:{name}"
+    return name if name in _ROWS[key]["same"] else f"{module}:{name}"
 
 
 # What `value` names in the table.

@@ -50,13 +50,13 @@ def check_trusted(path: Path, config: Config, how: str) -> None:
 
     A server would be sent the prompts, which may be any file of this machine.
     """
-    asked = [*_code(config), *_reward_options(config, "token_env")]
-    asked += _reward_options(config, "url")
+    settings = [*_code(config), *_reward_options(config, "token_env")]
+    settings += _reward_options(config, "url")
     # A suite's file may name code and servers, too.
-    own = [suite for suite in config.trainer.suites if suite not in bundled_suites()]
-    asked += [("trainer.suites", suite) for suite in own]
-    if asked:
-        listed = ", ".join(f"{key}={value}" for key, value in asked)
+    own_suites = [suite for suite in config.trainer.suites if suite not in bundled_suites()]
+    settings += [("trainer.suites", suite) for suite in own_suites]
+    if settings:
+        listed = ", ".join(f"{key}={value}" for key, value in settings)
         raise ValueError(
             f"{path} asks for code from outside of flowgrpo_rc, for secrets of this machine or for "
             f"a server that would be sent the prompts: {listed}. If the folder is yours, or you "

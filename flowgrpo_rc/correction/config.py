@@ -120,11 +120,6 @@ class RolloutCorrectionConfig(Presets):
         return not self.bypass_mode if self.exclude_rejected is None else self.exclude_rejected
 
     @property
-    def corrects_in_loss(self) -> bool:
-        """Whether the loss corrects current / rollout itself; else batches come corrected."""
-        return self.bypass_mode
-
-    @property
     def weights_are_metrics(self) -> bool:
         """Whether `rollout_is` only reports: in bypass mode the PPO ratio is the weight."""
         return self.bypass_mode and self.loss_type == "ppo_clip"
@@ -149,18 +144,24 @@ class RolloutCorrectionConfig(Presets):
             auto=tuple(band for band in bands if band.auto),
         )
 
-    def validate(self) -> None:
-        """Raises ValueError for a wrong or contradictory setting, naming the key and what is
-        allowed.
+    def validate(self) -> Rules:
+        """Returns the parsed settings. Raises ValueError for a wrong or contradictory one, naming
+        the key and what is allowed.
         """
         self._validate_values()
         self._validate_contradictions()
-        self.rules()
-        self.load_custom()
-
-    def _scales_something(self) -> bool:
-        """Whether `log_prob_scale` changes more than metrics."""
         rules = self.rules()
+        if self.log_prob_scale != "mean" and not self._scales_something(rules):
+            raise ValueError(
+                f"{KEY}.log_prob_scale={self.log_prob_scale} has nothing to act on: it scales "
+                f"weights ({KEY}.rollout_is), thresholds of k1 to k3 that are numbers, and the "
+                "veto, but neither step_kl nor auto:k; set one of these, or drop it"
+            )
+        self.load_custom()
+        return rules
+
+    def _scales_something(self, rules: Rules) -> bool:
+        """Whether `log_prob_scale` changes more than metrics."""
         # step_kl is no log-prob, and `auto` bands follow the mean of one in any case.
         scaled = any(band.name != STEP_KL for band in rules.bands) or rules.log_veto is not None
         return scaled or rules.level is not None or self.custom_correction is not None
@@ -223,12 +224,6 @@ class RolloutCorrectionConfig(Presets):
                 "exclude_rejected=true needs the rejection before the advantages, but with "
                 f"{KEY}.bypass_mode=true it comes with the loss: set bypass_mode=false, or "
                 "exclude_rejected=null",
-            ),
-            (
-                self.log_prob_scale != "mean" and not self._scales_something(),
-                f"log_prob_scale={self.log_prob_scale} has nothing to act on: it scales weights "
-                f"({KEY}.rollout_is), thresholds of k1 to k3 that are numbers, and the veto, but "
-                "neither step_kl nor auto:k; set one of these, or drop it",
             ),
             (
                 self.rollout_is_mode is not None and not weighs,

@@ -71,12 +71,12 @@ class CustomCorrection(Protocol):
 class Corrector:
     """Corrects log-probs as one rollout correction says, whose settings `validate` has passed.
 
-    They are parsed once, here.
+    They are parsed once: here, unless `rules` are given.
     """
 
-    def __init__(self, config: RolloutCorrectionConfig) -> None:
+    def __init__(self, config: RolloutCorrectionConfig, rules: Rules | None = None) -> None:
         self.config = config
-        self.rules = config.rules()
+        self.rules = config.rules() if rules is None else rules
         self._custom: CustomCorrection | None = config.load_custom()
 
     def __call__(

@@ -1,10 +1,12 @@
 """Whether decoupled mode may take forwards of the update for its old policy."""
 
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.correction.thresholds import KEY
 
 
-def why_recompute(correction: RolloutCorrectionConfig, *, sees_rows: bool) -> str | None:
+def why_recompute(
+    correction: RolloutCorrectionConfig, rules: Rules, *, sees_rows: bool
+) -> str | None:
     """Says why decoupled mode cannot take the first mini-batch's own forwards for its old policy.
 
     Those forwards come one after the other and after the advantages, so the correction of each
@@ -12,12 +14,12 @@ def why_recompute(correction: RolloutCorrectionConfig, *, sees_rows: bool) -> st
 
     Args:
       correction: settings of the correction.
+      rules: the same, parsed.
       sees_rows: whether one forward evaluates all steps of a sample.
 
     Returns:
       The reason, or None if nothing stands in the way.
     """
-    rules = correction.rules()
     criteria = (*rules.bands, *rules.auto)
     has_veto = rules.log_veto is not None
     masks = rules.level is not None and rules.bounds.mode == "mask"

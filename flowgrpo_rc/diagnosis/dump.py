@@ -33,10 +33,10 @@ TABLES |= {"timesteps": "timesteps", "place": "step_indices"}
 class Dump(NamedTuple):
     """Holds what is looked at; None where a file lacks it."""
 
-    settings: Mapping[str, Any]  # sde_type, noise_level, clip_ratio and others that were told
+    settings: Mapping[str, Any]  # sde_type, noise_level, clip_ratio and others that a file says
     shape: Sequence[int]  # of a latent
     sigmas: Tensor  # the schedule, float64 [S+1]
-    prompts: Sequence[str]  # of each sample; empty if not told
+    prompts: Sequence[str]  # of each sample; empty if not said
     start: Tensor  # states before the steps, fp32 [B, T, D]
     end: Tensor  # states behind the steps, [B, T, D]
     rollout: Tensor  # log-probs of the policy that sampled, float64 [B, T]
@@ -50,7 +50,8 @@ class Dump(NamedTuple):
 
     def by_step(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and number of the finite values [B, T] of each step of the schedule, [S]."""
-        known, place = torch.isfinite(values).flatten(), self.place.flatten()
+        known = torch.isfinite(values).flatten()
+        place = self.place.flatten()
         zeros = torch.zeros(len(self.sigmas) - 1, dtype=torch.float64)
         count = zeros.index_add(0, place, known.double())
         return zeros.index_add(0, place, torch.where(known, values.flatten(), 0.0)) / count, count
@@ -63,42 +64,50 @@ class Dump(NamedTuple):
 
 def read_dump(path: Path) -> Dump:
     """Reads a .safetensors file, or those of a folder by name; ValueError for anything else."""
-    there = sorted(path.iterdir()) if path.is_dir() else [path, path.with_suffix(".json")]
-    files = [one for one in there if one.suffix == ".safetensors" and one.exists()]
+    paths = sorted(path.iterdir()) if path.is_dir() else [path, path.with_suffix(".json")]
+    files = [file for file in paths if file.suffix == ".safetensors" and file.exists()]
     if not files:
         raise ValueError(
             f"{path}: give a .safetensors file that exists, or a folder with one. A pickle (.pt, "
             ".pkl, .bin) can run code and is not read: save its tensors with "
             "safetensors.torch.save_file; the page about diagnose has ten lines for each trainer"
         )
-    stems = {one.stem for one in files}
-    notes = [one for one in there if one.suffix == ".json" and one.exists()]
+    stems = {file.stem for file in files}
+    notes = [file for file in paths if file.suffix == ".json" and file.exists()]
     files = files[:: math.ceil(len(files) / MOST_SAMPLES)]  # evenly spread ones of too many
     dumps: list[Dump] = []
     for number, file in enumerate(files):
         with blaming(file), safe_open(file, framework="pt") as handle:
-            told = {"trainer": "unknown"} | dict(handle.metadata() or {})
-            if "rollout" in told:  # a file of this package
-                told |= parse_mapping(told["rollout"])["spec"] | {"trainer": "flowgrpo_rc"}
-            for note in notes:  # its own, and those of the whole folder
-                told |= read_mapping(note) if note.stem not in stems - {file.stem} else {}
-            settings = _checked({NAMES.get(name, name): told[name] for name in told})
+            # The notes of its own, and those of the whole folder.
+            of_file = [note for note in notes if note.stem not in stems - {file.stem}]
+            settings = _settings(handle.metadata() or {}, of_file)
             dumps.append(_read(_Tensors(handle, len(files)), settings, number))
-            kinds = [[one.settings[name] for name in NEEDED] for one in (dumps[0], dumps[-1])]
-            alike = kinds[0] == kinds[1] and torch.equal(
-                *(one.sigmas.nan_to_num() for one in (dumps[0], dumps[-1]))
-            )
-            if not alike or dumps[0].start.shape[1:] != dumps[-1].start.shape[1:]:
+            if not _alike(dumps[0], dumps[-1]):
                 raise ValueError("its steps, sigmas or settings are not those of the first file")
     joined: dict[str, Any] = {"prompts": [text for dump in dumps for text in dump.prompts]}
     for name in Dump._fields[4:]:
-        parts = [getattr(dump, name) for dump in dumps]
-        joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
+        tensors = [getattr(dump, name) for dump in dumps]
+        joined[name] = None if any(tensor is None for tensor in tensors) else torch.cat(tensors)
     return dumps[0]._replace(**joined)
 
 
-def _checked(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings with numbers as numbers."""
+def _alike(first: Dump, other: Dump) -> bool:
+    """Returns whether two files can be joined."""
+    return (
+        all(first.settings[name] == other.settings[name] for name in NEEDED)
+        and torch.equal(first.sigmas.nan_to_num(), other.sigmas.nan_to_num())
+        and first.start.shape[1:] == other.start.shape[1:]
+    )
+
+
+def _settings(metadata: Mapping[str, str], notes: Sequence[Path]) -> dict[str, Any]:
+    """Returns the settings of a file, by our names, with numbers as numbers."""
+    values: dict[str, Any] = {"trainer": "unknown", **metadata}
+    if "rollout" in values:  # a file of this package
+        values |= parse_mapping(values["rollout"])["spec"] | {"trainer": "flowgrpo_rc"}
+    for note in notes:
+        values |= read_mapping(note)
+    settings = {NAMES.get(name, name): value for name, value in values.items()}
     for name in {"noise_level", "clip_ratio", "guidance_scale"} & settings.keys():
         with blaming(name):
             settings[name] = float(settings[name])
@@ -106,9 +115,9 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={settings[name]:g} must be above 0")
     if not {*NEEDED} <= settings.keys() or settings["sde_type"] not in KINDS:
         kinds = f"{' and '.join(NEEDED)} ({', '.join(KINDS)})"
-        given = {name: settings[name] for name in NEEDED if name in settings} or "neither"
+        present = {name: settings[name] for name in NEEDED if name in settings} or "neither"
         raise ValueError(
-            f"it needs {kinds}, in its metadata or in a JSON of the same name, and has {given}"
+            f"it needs {kinds}, in its metadata or in a JSON of the same name, and has {present}"
         )
     return settings
 
@@ -118,7 +127,8 @@ class _Tensors:
 
     def __init__(self, handle: Any, files: int) -> None:
         self.names = {NAMES.get(key, key): key for key in handle.keys()}  # noqa: SIM118
-        self._handle, self.files = handle, files
+        self._handle = handle
+        self.files = files
 
     def shape(self, name: str) -> list[int]:
         if name not in self.names:
@@ -130,61 +140,61 @@ class _Tensors:
         if math.prod([samples or 1, *shape[samples is not None :]]) * self.files > MOST_ELEMENTS:
             of_all = f"in each of {self.files} file(s)"
             raise ValueError(f"{name} has shape {shape} {of_all}: too large to look at")
-        found: Tensor = self._handle.get_slice(self.names[name])[:samples]
-        broken = (~torch.isfinite(found)).nonzero().tolist()
+        tensor: Tensor = self._handle.get_slice(self.names[name])[:samples]
+        broken = (~torch.isfinite(tensor)).nonzero().tolist()
         if broken:
             raise ValueError(f"{len(broken)} numbers of {name} are nan or inf, as at {broken[0]}")
-        return found
+        return tensor
 
 
 def _read(file: _Tensors, settings: dict[str, Any], number: int) -> Dump:
     """Reads one of some files."""
-    names, shape, read = file.names, file.shape, file.read
-    (rows, steps, *_), latents = [*shape("rollout_log_probs"), 0], shape("latents")
+    names = file.names
+    log_probs = file.shape("rollout_log_probs")
+    rows, steps, *_ = [*log_probs, 0]
+    latents = file.shape("latents")
     size = math.prod(latents[1:])
     if not steps or len(latents) < 3 or not size or latents[0] != rows:
-        both = f"latents {latents} and log-probs {shape('rollout_log_probs')}"
+        both = f"latents {latents} and log-probs {log_probs}"
         raise ValueError(f"{both} do not fit: give latents [B, T+1, ...] and log-probs [B, T]")
     samples = min(rows, max(min(MOST_SAMPLES, MOST_ELEMENTS // size) // file.files, 1))
 
     def states(name: str, first: int) -> Tensor:
-        found = read(name, samples)
-        if [*found.shape[2:]] != latents[2:] or found.shape[1] < first + steps:
-            raise ValueError(f"{name} {shape(name)} do not fit {steps} steps of latents {latents}")
-        return found[:, first : first + steps].flatten(2).float()
+        shape = file.shape(name)
+        if shape[2:] != latents[2:] or shape[1] < first + steps:
+            raise ValueError(f"{name} {shape} do not fit {steps} steps of latents {latents}")
+        return file.read(name, samples)[:, first : first + steps].flatten(2).float()
 
-    found: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     for field, name in TABLES.items():
         if name in names:
-            values = read(name).double()
+            values = file.read(name).double()
             if values.shape not in ((rows, steps), (rows, 1), (steps,)):
-                raise ValueError(f"{name} has shape {shape(name)}, not [{rows}, {steps}]")
-            found[field] = values.expand(rows, steps)[:samples]
+                raise ValueError(f"{name} has shape {file.shape(name)}, not [{rows}, {steps}]")
+            tensors[field] = values.expand(rows, steps)[:samples]
     follows = "next_latents" not in names
-    if follows and "place" in found and (found["place"].diff() != 1).any():
+    if follows and "place" in tensors and (tensors["place"].diff() != 1).any():
         skipped = "its steps are not consecutive"
         raise ValueError(f"{skipped}: dump latents and next_latents, [B, T, ...]")
     for name in {"advantages", "group"} & names.keys():
-        found[name] = read(name).double().reshape(rows, -1)[:, 0]
-    if "group" in found:
-        found["group"] += number * 2.0**32  # those of another file are other groups
+        tensors[name] = file.read(name).double().reshape(rows, -1)[:, 0]
+    if "group" in tensors:
+        tensors["group"] += number * 2.0**32  # those of another file are other groups
     if "means" in names:
-        found["means"] = states("means", 0)
+        tensors["means"] = states("means", 0)
     texts = settings.pop("prompts", [])
-    texts = json.loads(texts) if isinstance(texts, str) else texts
+    if isinstance(texts, str):
+        texts = json.loads(texts)
     if len(texts) not in (0, rows):
         raise ValueError(f"prompts holds {len(texts)} texts: give one for each of {rows} samples")
-    if "sigmas" not in names and "timesteps" in found:
-        levels = found["timesteps"].unique().flip(0)
-        found["place"] = (found["timesteps"].unsqueeze(2) == levels).long().argmax(2)
+    if "sigmas" not in names and "timesteps" in tensors:
+        levels = tensors["timesteps"].unique().flip(0)
+        tensors["place"] = (tensors["timesteps"].unsqueeze(2) == levels).long().argmax(2)
         # Where the last step ends is not known.
         sigmas = torch.cat([levels / 1000, levels.new_tensor([math.nan])])
     else:
-        sigmas = read("sigmas").double()
-        falls = sigmas.ndim == 1 and (sigmas.diff() < 0).all()
-        if not falls or not 0 <= sigmas[-1] < sigmas[0] <= 1:
-            raise ValueError("sigmas must be a list that falls from at most 1 to at least 0")
-    place = found.pop("place", torch.arange(steps).expand(samples, steps)).long()
+        sigmas = _sigmas(file)
+    place = tensors.pop("place", torch.arange(steps).expand(samples, steps)).long()
     if not 0 <= int(place.min()) <= int(place.max()) < len(sigmas) - 1:
         raise ValueError(f"{len(sigmas)} sigmas do not hold all steps: dump step_indices")
     return Dump(
@@ -195,5 +205,14 @@ def _read(file: _Tensors, settings: dict[str, Any], number: int) -> Dump:
         start=states("latents", 0),
         end=states("latents", 1) if follows else states("next_latents", 0),
         place=place,
-        **found,
+        **tensors,
     )
+
+
+def _sigmas(file: _Tensors) -> Tensor:
+    """Reads the schedule."""
+    sigmas = file.read("sigmas").double()
+    falls = sigmas.ndim == 1 and (sigmas.diff() < 0).all()
+    if not falls or not 0 <= sigmas[-1] < sigmas[0] <= 1:
+        raise ValueError("sigmas must be a list that falls from at most 1 to at least 0")
+    return sigmas

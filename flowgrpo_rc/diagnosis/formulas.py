@@ -26,7 +26,7 @@ SIZES = [2 ** (k / 2) for k in range(-6, 7)]  # of what is fitted, relative
 class Formula(NamedTuple):
     """Says how log-probs may have been computed."""
 
-    cause: str  # a key of remedies.yaml; empty for the formula of the settings
+    cause: str  # a name of the table of causes; empty for the formula of the settings
     words: str
     std: Tensor  # that a log-prob divides by, [B, T]; nan where a step has no density
     drawn: Tensor  # standard deviation of the noise, [B, T]
@@ -59,7 +59,7 @@ class Formula(NamedTuple):
 
 
 def explain(
-    dump: Dump, found: Tensor, squares: Tensor | None, other: Formula | None = None
+    dump: Dump, log_probs: Tensor, squares: Tensor | None, other: Formula | None = None
 ) -> Formula | None:
     """Returns the formula of log-probs [B, T]; `other`, that of the other side, if no known fits.
 
@@ -71,7 +71,7 @@ def explain(
     def off(formula: Formula) -> float:
         """Compares the mean of the worst step with what chance explains: below 1 it fits."""
         values, slope = formula.values(dump, squares)
-        mean, count = dump.by_step((found - values) / slope)
+        mean, count = dump.by_step((log_probs - values) / slope)
         allowed = (SIGMAS * error / count.sqrt()).clamp(min=LEAST["variance"])
         worst = (mean.abs() / allowed)[count > 0].max().item() if count.any() else math.inf
         if squares is None:
@@ -83,10 +83,13 @@ def explain(
         if cause == "convention":
             words = f"{size:.3g} times the right one"
             return right._replace(cause=cause, words=words, factor=size)
-        level, ends = size * dump.settings["noise_level"], (dump.sigma(), dump.sigma(1))
-        words, (_, std) = f"noise_level {level:.3g}", gaussian(dump, *ends, level=size)
+        ends = (dump.sigma(), dump.sigma(1))
         if cause == "sigma":
-            words, (_, std) = f"sigmas shifted by {size:.3g}", gaussian(dump, *ends, shift=size)
+            words = f"sigmas shifted by {size:.3g}"
+            _, std = gaussian(dump, *ends, shift=size)
+        else:
+            words = f"noise_level {size * dump.settings['noise_level']:.3g}"
+            _, std = gaussian(dump, *ends, level=size)
         return right._replace(cause=cause, words=words, std=std, drawn=std)
 
     def best(cause: str) -> Formula:
@@ -100,19 +103,20 @@ def explain(
 
 
 def gaussian(
-    dump: Dump, now: Tensor, after: Tensor, kind: str = "", level: float = 1.0, shift: float = 1.0
+    dump: Dump, start: Tensor, end: Tensor, kind: str = "", level: float = 1.0, shift: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Returns the factor of the state in a mean, and the standard deviation, of steps [B, T].
 
-    They go from sigma `now` to `after`; level and shift are relative to the settings.
+    They go from sigma `start` to `end`; level and shift are relative to the settings.
     """
-    first, now, after = (shift_sigmas(each, shift) for each in (dump.sigmas[1], now, after))
+    first, start, end = (shift_sigmas(sigma, shift) for sigma in (dump.sigmas[1], start, end))
     level *= dump.settings["noise_level"]
     kind = kind or dump.settings["sde_type"]
-    one, ends = torch.ones_like(now).flatten(), (now.flatten(), after.flatten())
-    step = transition(one, 0 * one, *ends, kind=kind, noise_level=level, sigma_max=first)
+    ones = torch.ones_like(start).flatten()
+    ends = (start.flatten(), end.flatten())
+    step = transition(ones, 0 * ones, *ends, kind=kind, noise_level=level, sigma_max=first)
     std = torch.where((step.std > 0) & step.std.isfinite(), step.std, math.nan)
-    return step.mean.view_as(now), std.view_as(now)
+    return step.mean.view_as(start), std.view_as(start)
 
 
 def declared(dump: Dump) -> list[Formula]:
@@ -126,16 +130,16 @@ def mistaken(dump: Dump, right: Formula) -> Iterator[Formula]:
     """Yields the formulas with one mistake that has no size."""
     for form in right.forms(dump, right.drawn):
         yield right._replace(cause="convention", words=form, form=form)
-    before, now, after, later = (dump.sigma(by) for by in (-1, 0, 1, 2))
+    before, start, end, later = (dump.sigma(by) for by in (-1, 0, 1, 2))
     cps = dump.settings["sde_type"] == "cps"  # whose noise follows from the end of a step alone
     steps = {
-        "the sigmas of the step before": (before, now),
-        "the sigmas of the step behind": (after, later),
-        "the sigma of the step's other end": (now, now) if cps else (after, 2 * after - now),
-        "no sqrt(-dt) in the standard deviation": (now, now - 1),
+        "the sigmas of the step before": (before, start),
+        "the sigmas of the step behind": (end, later),
+        "the sigma of the step's other end": (start, start) if cps else (end, 2 * end - start),
+        "no sqrt(-dt) in the standard deviation": (start, start - 1),
     }
     stds = [("sigma", words, gaussian(dump, *ends)) for words, ends in steps.items()]
-    stds += [("sde_type", f"sde_type {kind}", gaussian(dump, now, after, kind)) for kind in KINDS]
+    stds += [("sde_type", f"sde_type {kind}", gaussian(dump, start, end, kind)) for kind in KINDS]
     for cause, words, (_, std) in stds:
         # A step that was drawn right may have got a wrong log-prob.
         for drawn in (right.std, std):

@@ -7,12 +7,11 @@ import torch
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
 from flowgrpo_rc.build import make_processes, make_task
-from flowgrpo_rc.calibration.causes import diagnose
+from flowgrpo_rc.calibration.causes import Symptom
 from flowgrpo_rc.calibration.faults import Lora, Replay
 from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, mismatch_of, other_precisions
 from flowgrpo_rc.calibration.noise import NoiseReport
-from flowgrpo_rc.config.checks import check_plan
-from flowgrpo_rc.config.settle import settled
+from flowgrpo_rc.calibration.verdict import diagnose
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.diagnosis.dump import Dump
 from flowgrpo_rc.diagnosis.formulas import USUAL, Formula
@@ -20,39 +19,52 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.rollout.engine import ImageRequest
+from flowgrpo_rc.spec.checks import check_plan
+from flowgrpo_rc.spec.machine import machine_of_process
+from flowgrpo_rc.spec.resolve import resolve
 from flowgrpo_rc.training.tasks.image import ImageTask
 
 STEPS = 32  # that are evaluated
 ROWS = 8  # of a forward
 
 
-def check_model(dump: Dump, formula: Formula, config: Config) -> list[tuple[str, str]]:
+def check_model(dump: Dump, formula: Formula, config: Config) -> list[Symptom]:
     """Explains why the rollout's log-probs are not those of the model of some settings, if so."""
-    told = len(dump.prompts) == len(dump.start) and not dump.sigmas.isnan().any()
-    if config.model.kind != "diffusion" or not told:
+    complete = len(dump.prompts) == len(dump.start) and not dump.sigmas.isnan().any()
+    if config.model.kind != "diffusion" or not complete:
         needed = (
             "model.kind=diffusion, and in the dump 'sigmas' and 'prompts', a text of each sample"
         )
         raise ValueError(f"--model needs {needed}: without them no step can be evaluated")
-    check_plan(config, 1)
-    config = settled(config)
-    task = make_task(config, make_processes(config))
+    spec = resolve(config, machine_of_process(config))
+    check_plan(spec)
+    config = spec.config
+    task = make_task(spec, make_processes(config))
     assert isinstance(task, ImageTask)
     rollout = record(dump, formula, task.model, config)
-    wanted, given = task.model.walked_schedule(rollout.batch.spec).sigmas, rollout.batch.sigmas
-    if not torch.allclose(given, wanted, atol=1e-5):
-        step = int((given - wanted).abs().argmax())
-        evidence = f"sigma {step} is {given[step]:.4g}, and {wanted[step]:.4g} by the model's"
-        return [("schedule", f"{evidence} scheduler with its shift")]
+    sigmas = rollout.batch.sigmas
+    expected = task.model.walked_schedule(rollout.batch.spec).sigmas
+    if not torch.allclose(sigmas, expected, atol=1e-5):
+        step = int((sigmas - expected).abs().argmax())
+        evidence = f"sigma {step} is {sigmas[step]:.4g}, and {expected[step]:.4g} by the model's"
+        return [Symptom("schedule", f"{evidence} scheduler with its shift")]
     compared = partial(mismatch_of, rollout, task.policy.log_probs(rollout.batch, ROWS), 1.0)
-    others = [compared(Copy(task.model, name, None, ROWS)) for name in other_precisions(config)]
-    asked, merge = config.rollout, bool(config.rollout.merge_lora)
-    own = Copy(task.model, asked.dtype, asked.quantization, ROWS, merge_lora=merge)
+    # Each copy is gone before the next is made.
+    copies = [compared(Copy(task.model, name, None, ROWS)) for name in other_precisions(config)]
+    copy = Copy(
+        task.model,
+        config.rollout.dtype,
+        config.rollout.quantization,
+        ROWS,
+        merge_lora=bool(config.rollout.merge_lora),
+    )
     lora = Lora(*[lora_parameters(task.model.network)] * 3)
-    replay = Replay(own, rollout, lora, config.model.lora_alpha / config.model.lora_rank)
-    noise = NoiseReport([], [], [])  # which was looked at
-    found = diagnose(replay, compared(), [compared(own), *others], [], noise)
-    return [] if found.doubt is None else [(found.cause or "stale", found.sentence())]
+    replay = Replay(copy, rollout, lora, config.model.lora_alpha / config.model.lora_rank)
+    noise = NoiseReport()  # which was looked at
+    diagnosis = diagnose(replay, compared(), [compared(copy), *copies], [], noise)
+    if diagnosis.doubt is None:
+        return []
+    return [Symptom(diagnosis.cause or "stale", diagnosis.sentence())]
 
 
 def record(dump: Dump, formula: Formula, model: FlowModel, config: Config) -> RecordedRollout:
@@ -82,7 +94,9 @@ def record(dump: Dump, formula: Formula, model: FlowModel, config: Config) -> Re
     texts = [dump.prompts[sample] for sample in at[0].tolist()]
     prompts = [Prompt(text=text, index=0, negative_text=negative) for text in texts]
     positive, unconditional = encode_prompts(model, prompts, spec)
-    rows, sigmas, place = torch.arange(len(some)), dump.sigmas.float(), dump.place[at].unsqueeze(1)
+    rows = torch.arange(len(some))
+    sigmas = dump.sigmas.float()
+    place = dump.place[at].unsqueeze(1)
     tensors = {
         **dict.fromkeys(("group", "seed", "policy_version", "prompt_index"), rows),
         "all_latents": torch.stack([dump.start[at], dump.end[at]], 1).unflatten(2, shape),
@@ -91,8 +105,13 @@ def record(dump: Dump, formula: Formula, model: FlowModel, config: Config) -> Re
         "sigmas": sigmas,
         "rollout_log_probs": log_probs[at].float().unsqueeze(1),
     }
-    here = {name: tensor.to(model.device) for name, tensor in tensors.items()}
-    batch = DiffusionBatch(spec=spec, conditioning=positive, negative=unconditional, **here)
-    asked = PromptBatch(step=0, prompts=prompts, slots=rows.tolist())
-    request = ImageRequest(prompts=asked, samples_per_prompt=1, spec=spec, seeds=[], window=place)
+    on_device = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    batch = DiffusionBatch(spec=spec, conditioning=positive, negative=unconditional, **on_device)
+    request = ImageRequest(
+        prompts=PromptBatch(step=0, prompts=prompts, slots=rows.tolist()),
+        samples_per_prompt=1,
+        spec=spec,
+        seeds=[],
+        window=place,
+    )
     return RecordedRollout(request=request, batch=batch)

@@ -12,18 +12,14 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def set_numerics(*, deterministic: bool, tf32: bool) -> None:
-    """Sets what a run asks for, before its first call of CUDA. It stays for the whole process.
+    """Sets what a run asks for, before its first product on a GPU. It stays for the whole process.
 
     `deterministic` asks torch for kernels with the same bits each time; `tf32` lets fp32 products
-    round their factors to 10 bits. ValueError if cuBLAS has started without its workspace.
+    round their factors to 10 bits.
     """
     if deterministic:
-        if torch.cuda.is_initialized() and _WORKSPACE not in os.environ:
-            raise ValueError(
-                "trainer.deterministic=true: CUDA was used before the run, without "
-                f"{_WORKSPACE}=:4096:8 in the environment, which cuBLAS reads once. Set it before "
-                "Python starts, or start the run first"
-            )
+        # torch reads it once, with the first product on a GPU; a card that was only looked at is
+        # no harm. Where a product came before, torch up to 2.9 refuses the next one.
         os.environ.setdefault(_WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -47,8 +47,8 @@ class SuiteProtocol(NamedTuple):
     digest also covers prompts, samples of each, and rewards, without addresses and devices.
     """
 
-    sampler: Mapping[str, Any] = {}
-    digest: str = ""  # empty of results of older versions
+    sampler: Mapping[str, Any]
+    digest: str
 
     def told(self) -> str:
         """Returns the protocol in words."""
@@ -109,8 +109,9 @@ def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
     for text in given:
         suite = read_suite(text, chats="text" in kinds)
         with _blaming(text):
-            check_kind(suite.reward, *kinds)
-            check_needs(suite.reward)
+            terms = build_terms(suite.reward)
+            check_kind(terms, *kinds)
+            check_needs(terms)
             for key in SAMPLED if "text" in kinds else ("temperature",):
                 if key in suite.sampler:
                     raise ValueError(f"sampler.{key} has no effect on {' and '.join(kinds)}")
@@ -179,9 +180,15 @@ def _suite(content: dict[str, Any], n: Any, chats: bool) -> Suite:
             raise ValueError(f"{key}: {value!r} must be a whole number of at least 1")
     content["sampler"] = _sampler(content.get("sampler", {}))
     reward = _reward(content["reward"])
-    needs_target = requires_target(reward)
+    terms = build_terms(reward)
+    for term_name, term in terms.items():
+        if term.reward.groupwise:
+            raise ValueError(
+                f"reward.terms.{term_name} compares a group, and a suite scores samples alone"
+            )
+    needs_target = requires_target(terms)
     prompts = read_prompts(files, require_target=needs_target, key="prompts", chats=chats)
-    check_prompts(reward, prompts, partial(places_of, files, "prompts"))
+    check_prompts(terms, prompts, partial(places_of, files, "prompts"))
     if n is not None and n < len(prompts):
         # From all over the file, since one category may follow another.
         prompts = [prompts[i * len(prompts) // n] for i in range(n)]
@@ -225,13 +232,7 @@ def _reward(given: Any) -> RewardConfig:
                 "another name, and the reward as its _target_"
             )
     check_options(RewardConfig, given, "reward")
-    reward = RewardConfig(**in_seconds("reward", given))
-    for name, term in build_terms(reward).items():
-        if term.reward.groupwise:
-            raise ValueError(
-                f"reward.terms.{name} compares a group, and a suite scores samples alone"
-            )
-    return reward
+    return RewardConfig(**in_seconds("reward", given))
 
 
 @contextmanager

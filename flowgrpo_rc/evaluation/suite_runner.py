@@ -36,7 +36,7 @@ class SuiteResult(NamedTuple):
     tuned: SuiteScores
     comparisons: Mapping[str, PolicyComparison]  # by column of the scores
     groups: Mapping[str, PolicyComparison]  # of the weighted sum, by value of the suite's `by`
-    protocol: SuiteProtocol = SuiteProtocol()
+    protocol: SuiteProtocol
 
     def metrics(self) -> MetricBag:
         """Returns the metrics of a step, the same on all processes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED
 from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.losses.base import ForwardLoss
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
@@ -45,6 +47,13 @@ _MEASURED = (
     ("Effective sample size, fraction", "rollout_is_eff_sample_size"),
 )
 _DEFAULTS = {field.name: field.default for field in fields(RolloutCorrectionConfig)}
+
+
+def _noise_levels(config: Config) -> int:
+    """Returns at how many noise levels a finished sample is trained."""
+    loss = config.actor.diffusion_loss.loss()
+    assert isinstance(loss, ForwardLoss)
+    return config.rollout.evaluations() if loss.times is None else loss.times
 
 
 def export_with_card(
@@ -103,6 +112,8 @@ def write_model_card(
         # They were asked of the run's last weights, averaged.
         suites=[] if raw or not rows or rows[-1]["step"] != step else _suites(run_dir),
         correction=correction,
+        # Asked for finished samples alone: it imports the loss that the settings name.
+        noise_levels=partial(_noise_levels, config),
         correction_set=[
             (key, value)
             for key, value in asdict(correction).items()

@@ -39,6 +39,20 @@ def parse_auto(key: str, value: object) -> float | None:
     return deviations
 
 
+def bounded_option(loss: DiffusionLoss, convention: str) -> str | None:
+    """Returns the option that "auto:k" can follow: the loss says what it bounds by it.
+
+    Args:
+      loss: the loss of denoising steps.
+      convention: of the log-probs, `gaussian` or `peers`.
+    """
+    # Any numbers do: only the name of the option is read.
+    one = torch.ones(1, 1, dtype=torch.float64)
+    steps = GaussianSteps(one, -one, one if loss.needs_means else None)
+    bound = loss.bound(0 * one, steps, convention=convention)
+    return None if bound is None else bound.option
+
+
 class AutoClip:
     """Follows what a loss bounds, before any update, at each step of the schedule.
 
@@ -48,15 +62,15 @@ class AutoClip:
         a KL     bound = k^2 median(v)
 
     The deviation is about 0 and not about the median, since a ratio is clipped about 1. A KL grows
-    with the square of a movement, so its root is what k counts. A bound is never below the floor,
-    and inf, so that nothing is held back, until its step has `WARM_UP` observations.
+    with the square of a movement, so its root is what k counts. A bound is never below that of
+    the published recipe, and inf, so that nothing is held back, until its step has `WARM_UP`
+    observations.
     """
 
     def __init__(
         self,
         loss: DiffusionLoss,
         deviations: float,
-        floor: float | None,
         *,
         centered: bool,
         num_steps: int,
@@ -64,13 +78,12 @@ class AutoClip:
     ) -> None:
         """Starts without observations.
 
-        `deviations` is k, `floor` the least bound; None for the bound of the published recipe. The
-        schedule has `num_steps`, S.
+        `deviations` is k. The schedule has `num_steps`, S.
         """
         self._loss = loss
         self._centered = centered
         self._deviations = deviations
-        self._floor = floor
+        self._floor = 0.0
         self._is_kl = False
         self._history = History(device)
         self._bounds = torch.full((num_steps,), math.inf, dtype=torch.float64, device=device)
@@ -97,9 +110,7 @@ class AutoClip:
         found = self._loss.bound(log_ratio, steps, convention=batch.spec.log_prob_convention)
         assert found is not None
         self._is_kl = found.is_kl
-        # Only the loss knows the bound of its recipe, and says so here for the first time.
-        if self._floor is None:
-            self._floor = found.reference
+        self._floor = found.reference  # only the loss knows the bound of its recipe
         # As the loss will see it: |ratio - 1|, or the KL itself.
         sizes = found.values if found.is_kl else torch.expm1(found.values).abs()
         # A median leaves nan out, while inf or 0 would move it.

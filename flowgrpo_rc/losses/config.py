@@ -6,10 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.auto_clip import parse_auto
 from flowgrpo_rc.losses.base import (
@@ -18,7 +16,6 @@ from flowgrpo_rc.losses.base import (
     REFERENCE_KL_THRESHOLD,
     TOKEN_KEY,
     DiffusionLoss,
-    ForwardLoss,
     ImageLoss,
     TokenLoss,
 )
@@ -42,12 +39,13 @@ class DiffusionLossConfig:
         (`DiffusionLoss`, `ForwardLoss`).
     clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard
         (on its own); a loss of your own may have it, too. "auto:k", in bypass mode: k robust
-        standard deviations of the ratio before an update, at each step of the schedule.
+        standard deviations of the ratio before an update, at each step of the schedule, and no less
+        than the band of the published recipe.
     adv_clip_max: advantages are clipped to +- this, with every loss; inf clips none, as verl-omni
         does under flow_dppo.
     kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass. "auto:k",
-        in bypass mode: k^2 times the median KL before an update.
-    auto_floor: the least bound of "auto:k"; null: the bound of the published recipe.
+        in bypass mode: k^2 times the median KL before an update, and no less than the
+        published bound.
     options: options that only one loss has; write each as `actor.diffusion_loss.NAME`.
     """
 
@@ -55,7 +53,6 @@ class DiffusionLossConfig:
     clip_ratio: Any = REFERENCE_CLIP["gaussian"]
     adv_clip_max: float = 5.0
     kl_threshold: Any = REFERENCE_KL_THRESHOLD
-    auto_floor: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,83 +64,51 @@ class DiffusionLossConfig:
                     setattr(self, name, float(value))
 
     @property
-    def needs_means(self) -> bool:
-        """Whether the loss compares the means of the current steps with those of the old policy."""
-        return self.loss().needs_means
-
-    @property
     def auto(self) -> dict[str, float]:
         """Option -> k, for each option that is "auto:k"; ValueError for one that is no number."""
         parsed = {name: parse_auto(name, vars(self)[name]) for name in DIFFUSION_OPTIONS}
         return {name: deviations for name, deviations in parsed.items() if deviations is not None}
 
-    def bounded_option(self, convention: str) -> str | None:
-        """Returns the option that "auto:k" can follow: the loss says what it bounds by it.
-
-        Args:
-          convention: of the log-probs, `gaussian` or `peers`.
-        """
-        loss = self.step_loss()
-        # Any numbers do: only the name of the option is read.
-        one = torch.ones(1, 1, dtype=torch.float64)
-        steps = GaussianSteps(one, -one, one if loss.needs_means else None)
-        found = loss.bound(0 * one, steps, convention=convention)
-        return None if found is None else found.option
-
-    def reads(self, option: str) -> bool:
-        """Returns whether the loss has an option of `DIFFUSION_OPTIONS`."""
-        return option in option_names(type(self.loss()))
-
-    @property
-    def forward(self) -> ForwardLoss | None:
-        """The loss if it trains on finished samples with noise added; None for denoising steps."""
-        loss = self.loss()
-        return loss if isinstance(loss, ForwardLoss) else None
-
-    def step_loss(self, bound: Tensor | None = None) -> DiffusionLoss:
-        """Returns the loss as `loss` does, if it trains on denoising steps."""
-        loss = self.loss(bound)
-        assert isinstance(loss, DiffusionLoss)
-        return loss
-
-    def loss(self, bound: Tensor | None = None) -> ImageLoss:
+    def loss(self) -> ImageLoss:
         """Returns the loss that `loss_mode` names, with its options.
 
-        Args:
-          bound: takes the place of "auto:k", [B, T]; None for the option's default.
+        A loss takes numbers: the option's default stands for a bound that is "auto:k".
 
         Raises:
           ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
         """
-        section = self
-        # A loss takes numbers: the default stands for a bound that no forward has told yet.
-        for name in self.auto:
-            default = vars(type(self))[name]
-            value: dict[str, Any] = {name: default if bound is None else bound}
-            section = replace(section, **value)
+        defaults: dict[str, Any] = {name: vars(type(self))[name] for name in self.auto}
+        section = replace(self, **defaults)
         loss: ImageLoss = make_loss(DIFFUSION_KEY, section, ImageLoss, DIFFUSION_OPTIONS)
         return loss
 
-    def validate(self) -> None:
-        """Raises ValueError for a wrong setting, or for one without effect, naming its key."""
+    def bounded(self, loss: DiffusionLoss, bound: Tensor) -> DiffusionLoss:
+        """Returns a loss as `loss()` made it, but for a bound of each step, [B, T], in place of
+        "auto:k". A loss of the user may read its options only when it is made.
+        """
+        names = option_names(type(loss))
+        options = {name: vars(self)[name] for name in DIFFUSION_OPTIONS if name in names}
+        return type(loss)(**options | dict.fromkeys(self.auto, bound) | self.options)
+
+    def validate(self, made: ImageLoss | None = None) -> ImageLoss:
+        """Returns the loss: `made`, if it was made before. Raises ValueError for a wrong setting,
+        or for one without effect, naming its key.
+        """
         auto = self.auto
-        if self.auto_floor is not None and not auto:
-            raise ValueError(
-                f"{DIFFUSION_KEY}.auto_floor={self.auto_floor} has no effect without a bound that "
-                "is auto:k: drop it"
-            )
-        limits = {"clip_ratio": 1.0, "kl_threshold": math.inf, "auto_floor": math.inf}
+        limits = {"clip_ratio": 1.0, "kl_threshold": math.inf}
         for name, limit in limits.items():
             value = vars(self)[name]
-            if name not in auto and value is not None and not 0 < value < limit:
+            if name not in auto and not 0 < value < limit:
                 allowed = "above 0" if limit == math.inf else f"between 0 and {limit:g}"
                 raise ValueError(f"{DIFFUSION_KEY}.{name}={value}: give a number {allowed}")
         if not self.adv_clip_max > 0:
             raise ValueError(
                 f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0"
             )
-        read = option_names(type(self.loss()))
-        check_effects(DIFFUSION_KEY, self, ImageLoss, DIFFUSION_OPTIONS, read)
+        loss = self.loss() if made is None else made
+        names = option_names(type(loss))
+        check_effects(DIFFUSION_KEY, self, ImageLoss, DIFFUSION_OPTIONS, names)
+        return loss
 
 
 @dataclass(kw_only=True)
@@ -173,8 +138,10 @@ class TokenLossConfig:
         loss: TokenLoss = make_loss(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS)
         return loss
 
-    def validate(self) -> None:
-        """Raises ValueError for a wrong setting, or for one without effect, naming its key."""
+    def validate(self) -> TokenLoss:
+        """Returns the loss. Raises ValueError for a wrong setting, or for one without effect,
+        naming its key.
+        """
         check_choice(f"{TOKEN_KEY}.loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
         if not 0 < self.clip_ratio_low < 1 or not self.clip_ratio_high > 0:
             raise ValueError(
@@ -186,8 +153,9 @@ class TokenLossConfig:
                 f"{TOKEN_KEY}.clip_ratio_c={self.clip_ratio_c}: give more than 1 + "
                 "clip_ratio_high, or null for none"
             )
-        read = option_names(type(self.loss()))
-        check_effects(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS, read)
+        loss = self.loss()
+        check_effects(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS, option_names(type(loss)))
+        return loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,7 +84,7 @@ def check_effects(
     for name in shared:
         value = vars(section)[name]
         default = vars(type(section))[name]
-        # The default may stand anywhere: files of older runs have every key, whatever their loss.
+        # The default may stand anywhere: a run's file has every key, whatever its loss.
         if name not in read and value != default:
             losses = package_losses(base)
             having = [other for other, cls in losses.items() if name in option_names(cls)]

@@ -32,12 +32,10 @@ from flowgrpo_rc.distributed.numerics import convolving_in_tf32
 from flowgrpo_rc.libraries import unasked
 from flowgrpo_rc.models.components import component_class
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
-from flowgrpo_rc.models.cpu_kernels import use_cpu_kernels
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable, keep_layers_on_host
-from flowgrpo_rc.models.products import use_onednn
-from flowgrpo_rc.models.prompt_cache import Edit, PromptCache
+from flowgrpo_rc.models.prompt_cache import PromptCache
 from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.models.schedule import Schedule as Schedule
 from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
@@ -103,7 +101,7 @@ class FlowModel(ABC):
         the pipeline's class can do without.
       unsupported_components: name in model_index.json -> why a checkpoint that has this component
         cannot be trained.
-      prompt_cache: keeps what `encode_edits` has encoded; None for nothing that lasts.
+      prompt_cache: keeps prompts that were encoded; None for nothing that lasts.
 
     Args:
       pipeline: the stock pipeline with its models. They are frozen here.
@@ -230,13 +228,6 @@ class FlowModel(ABC):
         """Returns how many tokens of a templated prompt are kept; None: it is not cut."""
         is_clip = type(tokenizer).__name__.startswith("CLIP")
         return int(tokenizer.model_max_length) if is_clip else spec.max_sequence_length
-
-    def encode_edits(
-        self, edits: Sequence[Edit], spec: SamplerSpec, *, negative: bool = False
-    ) -> Conditioning:
-        """Encodes P prompts with the images that they bring; `EditingModel` looks at these."""
-        texts = [text for text, _ in edits]
-        return self.encode(texts, max_sequence_length=spec.max_sequence_length, negative=negative)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
@@ -435,16 +426,12 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
             quantize_blocks(network, config.quantization, CPU if streams else device)
         if streams:
             keep_layers_on_host(network, device)
-        if config.onednn is True and device.type == "cpu":
-            use_onednn(network)
-        if device.type == "cpu":
-            use_cpu_kernels(network)
     return adapter(
         pipeline,
         device,
         offload_idle=bool(config.offload_idle),
         offload_encoders=config.prompt_cache is not None and device.type != "cpu",
-        decode_batch_size=config.decoded_at_once(),
+        decode_batch_size=config.decode_batch_size,
     )
 
 

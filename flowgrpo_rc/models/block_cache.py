@@ -27,18 +27,16 @@ ENCODED = "encoder_hidden_states"
 
 
 class BlockCache:
-    """Skips the middle blocks of a network's transformers on the steps that it is told.
+    """Skips all blocks but the first and the last of each transformer on the steps that it is told.
 
     The network is changed in place and samples one batch at a time. Every list of blocks has a
     residual of its own, so that a transformer may do what it likes between two lists.
 
     Args:
       network: a transformer, or several; each has its blocks in lists of the names `LISTS`.
-      computed: how many blocks at the start and at the end of each transformer are always
-        evaluated.
     """
 
-    def __init__(self, network: nn.Module, computed: Sequence[int]) -> None:
+    def __init__(self, network: nn.Module) -> None:
         self.skips = False  # whether the present step is a cached one
         # Which row of the transformer stands for each sample, and the first sample of each row;
         # None for one row each.
@@ -51,7 +49,7 @@ class BlockCache:
         self._stretches: list[_Stretch] = []
         for transformer in transformers(network).values():
             uncounted = num_blocks(transformer)  # by its first stretch, which every forward enters
-            for blocks, middle in middle_blocks(transformer, computed):
+            for blocks, middle in middle_blocks(transformer):
                 stretch = _Stretch(self, uncounted, len(middle))
                 self._stretches.append(stretch)
                 uncounted = 0
@@ -78,24 +76,24 @@ class BlockCache:
             stretch.calls = 0
 
 
-def middle_blocks(transformer: Any, computed: Sequence[int]) -> list[tuple[nn.ModuleList, range]]:
+def middle_blocks(transformer: Any) -> list[tuple[nn.ModuleList, range]]:
     """Returns the lists of a transformer's blocks, each with the places of those to skip.
 
-    ValueError if nothing is left between `computed`, or if there is no such list.
+    ValueError if nothing is left between the first and the last, or if there is no such list.
     """
     lists = _lists(transformer)
     total = num_blocks(transformer)
-    if sum(computed) >= total:
+    if total < 3:
         name = type(transformer).__name__
         number = f"has {total} blocks" if total else f"keeps its blocks in none of {LISTS}"
         raise ValueError(
-            f"rollout.cache.blocks={list(computed)} leaves nothing to reuse: a {name} {number}; "
-            "give fewer, or set rollout.cache.every=1"
+            f"rollout.cache.every has nothing to reuse between the first block and the last: a "
+            f"{name} {number}; set it to 1"
         )
     found, before = [], 0
     for blocks in lists:
-        first = max(computed[0] - before, 0)
-        last = min(total - computed[1] - before, len(blocks))
+        first = max(1 - before, 0)
+        last = min(total - 1 - before, len(blocks))
         before += len(blocks)
         if first < last:
             found.append((blocks, range(first, last)))
@@ -111,10 +109,10 @@ def _lists(transformer: Any) -> list[nn.ModuleList]:
     return [getattr(transformer, name) for name in LISTS if hasattr(transformer, name)]
 
 
-def saved_share(network: nn.Module, computed: Sequence[int], cached: int, steps: int) -> float:
+def saved_share(network: nn.Module, cached: int, steps: int) -> float:
     """Returns the share of a sample's block evaluations that `cached` of `steps` steps save."""
     parts = transformers(network).values()
-    middle = sum(len(skipped) for part in parts for _, skipped in middle_blocks(part, computed))
+    middle = sum(len(skipped) for part in parts for _, skipped in middle_blocks(part))
     return middle / sum(map(num_blocks, parts)) * cached / steps
 
 

@@ -44,11 +44,7 @@ class ModelConfig:
         host's `memory` or in a folder (a path with a /) that later runs use again, so that text
         encoders leave the GPU; null encodes prompts whenever they are sampled.
     decode_batch_size: samples that the VAE decodes at once, in rollouts and evaluations: it needs
-        more memory for a sample than anything else; null: all of a chunk. auto: on a CPU as many
-        as stay in its cache, on a card all. A run that goes on keeps the number it began with.
-    onednn: let oneDNN compute the frozen fp32 layers on a CPU; its error is that of fp32, but its
-        bits are others. auto: if that is faster than torch's own library, as on AMD's; `doctor`
-        times both. A run that goes on keeps what it began with.
+        more memory for a sample than anything else; null: all of a chunk.
     chat_template_kwargs: options of a language model's chat template, such as enable_thinking; a
         template of your own is its chat_template.
     """
@@ -65,8 +61,7 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     offload_idle: bool | str = False
     prompt_cache: str | None = None
-    decode_batch_size: int | str | None = None
-    onednn: bool | str = False
+    decode_batch_size: int | None = None
     adapter: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -74,10 +69,6 @@ class ModelConfig:
         """Returns `path` as libraries take it: ~ is the home folder, hub ids stay as they are."""
         folder = Path(self.path).expanduser()
         return str(folder) if folder.exists() else self.path
-
-    def decoded_at_once(self) -> int | None:
-        """Returns `decode_batch_size` once it is settled; None: all at once."""
-        return self.decode_batch_size if isinstance(self.decode_batch_size, int) else None
 
     def hub_id(self) -> str | None:
         """Returns `path` if it is a hub id; None for a local folder, which may be gone by now."""
@@ -105,14 +96,8 @@ class ModelConfig:
             )
         for key in ("lora_rank", "lora_alpha"):
             check_least(f"model.{key}", getattr(self, key), 1)
-        if not isinstance(self.onednn, bool) and self.onednn != "auto":
-            raise ValueError(f"model.onednn={self.onednn}: give true, false or auto")
-        at_once = self.decode_batch_size
-        if at_once not in (None, "auto") and (isinstance(at_once, str) or at_once < 1):
-            raise ValueError(
-                f"model.decode_batch_size={at_once}: give auto, or a number of at least 1"
-            )
-        for key in ("offload_idle", "prompt_cache", "decode_batch_size", "onednn", "adapter"):
+        check_least("model.decode_batch_size", self.decode_batch_size, 1)
+        for key in ("offload_idle", "prompt_cache", "decode_batch_size", "adapter"):
             value = getattr(self, key)
             if value not in (None, False) and self.kind != "diffusion":
                 given = "true" if value is True else value

@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, ImageSizes, SamplerSpec
-from flowgrpo_rc.models.base import Edit, FlowModel
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.prompt_cache import TextAndImages
 from flowgrpo_rc.pictures import read_picture
 
 
@@ -32,12 +33,8 @@ class EditingModel(FlowModel):
         """Returns rows and columns of a condition image's tokens; ValueError for a wrong size."""
 
     @torch.no_grad()
-    def encode_edits(
-        self, edits: Sequence[Edit], spec: SamplerSpec, *, negative: bool = False
-    ) -> Conditioning:
-        """Encodes prompts together with their images, unless all are text alone."""
-        if not spec.condition_images:
-            return super().encode_edits(edits, spec, negative=negative)
+    def encode_edits(self, edits: Sequence[TextAndImages], spec: SamplerSpec) -> Conditioning:
+        """Encodes P prompts together with their images."""
         encoded = []
         with self.encoders_at_work(), self._vae.at_work():
             for text, images in edits:

@@ -23,8 +23,8 @@ from flowgrpo_rc.reading import blaming, parse_mapping
 
 logger = logging.getLogger(__name__)
 
-# A prompt's text and its images.
-Edit = tuple[str, tuple[str | bytes, ...]]
+# The text of a prompt, and the images that it brings.
+TextAndImages = tuple[str, tuple[str | bytes, ...]]
 _HEADER = "prompt"  # a single entry: safetensors writes several in no fixed order
 
 
@@ -54,17 +54,23 @@ class PromptCache:
         self._limit = limit
         self._known: dict[str, Conditioning] = {}
 
-    def find(self, edits: Sequence[Edit], spec: SamplerSpec, negative: bool) -> Conditioning | None:
+    def find(
+        self, prompts: Sequence[TextAndImages], spec: SamplerSpec, negative: bool
+    ) -> Conditioning | None:
         """Returns the conditioning of P prompts, on the host; None unless all are kept."""
-        keys = self._keys(edits, spec, negative)
+        keys = self._keys(prompts, spec, negative)
         rows = [row for row in map(self._read, keys) if row is not None]
         return Conditioning.join(rows).counted() if len(rows) == len(keys) else None
 
     def keep(
-        self, edits: Sequence[Edit], spec: SamplerSpec, negative: bool, encoded: Conditioning
+        self,
+        prompts: Sequence[TextAndImages],
+        spec: SamplerSpec,
+        negative: bool,
+        encoded: Conditioning,
     ) -> None:
         """Keeps the conditioning of those of P prompts that are new."""
-        keys = self._keys(edits, spec, negative)
+        keys = self._keys(prompts, spec, negative)
         rows = {key: _row(encoded, i) for i, key in enumerate(keys) if self._read(key) is None}
         if self._limit is not None:
             size = sum(x.nbytes for row in rows.values() for x in row.tensors().values())
@@ -81,9 +87,11 @@ class PromptCache:
             write_atomic(own, save(row.tensors(), metadata={_HEADER: header}))
             own.replace(self._folder / f"{key}.safetensors")
 
-    def _keys(self, edits: Sequence[Edit], spec: SamplerSpec, negative: bool) -> list[str]:
+    def _keys(
+        self, prompts: Sequence[TextAndImages], spec: SamplerSpec, negative: bool
+    ) -> list[str]:
         keys = []
-        for text, images in edits:
+        for text, images in prompts:
             asked = [spec.max_sequence_length, spec.condition_images, spec.condition_pixels]
             keys.append(_digest([text, negative, *asked, *map(picture_digest, images)]))
         beside = keys if self._by_batch else len(keys)

@@ -44,7 +44,7 @@ class RestoredLinear(nn.Linear):
     def forward(self, input: Tensor) -> Any:
         """Multiplies by the restored weight."""
         if torch.is_grad_enabled() and input.requires_grad:
-            return FrozenProduct.apply(input, self, F.linear)
+            return FrozenProduct.apply(input, self)
         return F.linear(input, self.weight, self.bias)
 
     def fetched(self) -> Tensor:
@@ -105,20 +105,20 @@ class QuantizedLinear(RestoredLinear):
 
 
 class FrozenProduct(torch.autograd.Function):
-    """The product of a frozen layer by a kernel such as `linear`; backward asks for its weight."""
+    """The product of a frozen layer, whose weight the backward pass asks for again."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, layer: nn.Linear, kernel: Any) -> Any:
+    def forward(ctx: Any, inputs: Tensor, layer: nn.Linear) -> Any:
         """Computes x W^T + b."""
-        ctx.layer, ctx.kernel, ctx.dtype = layer, kernel, inputs.dtype
-        return kernel(inputs, layer.weight, layer.bias)
+        ctx.layer, ctx.dtype = layer, inputs.dtype
+        return F.linear(inputs, layer.weight, layer.bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Computes the gradient of x."""
         # Autocast may have rounded inputs and weight to the precision of the product.
         weight = ctx.layer.weight.to(gradient.dtype).t()
-        return ctx.kernel(gradient, weight, None).to(ctx.dtype), None, None
+        return F.linear(gradient, weight).to(ctx.dtype), None
 
 
 def quantize_blocks(network: nn.Module, name: str, device: torch.device) -> None:

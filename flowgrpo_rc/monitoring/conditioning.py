@@ -28,9 +28,9 @@ def conditioning_error(
     """
     # The last sample of a text and its images stands for all of them.
     row_of = {(prompt.text, prompt.images): row for row, prompt in enumerate(prompts)}
-    own = encode_unique(model, [prompts[row] for row in row_of.values()], batch.spec)
+    ours = encode_unique(model, [prompts[row] for row in row_of.values()], batch.spec)
     rows = torch.tensor(list(row_of.values()), device=batch.prompt_index.device)
-    return difference(batch.conditioning[batch.prompt_index[rows]], own)
+    return difference(batch.conditioning[batch.prompt_index[rows]], ours)
 
 
 def difference(theirs: Conditioning, ours: Conditioning) -> Tensor:

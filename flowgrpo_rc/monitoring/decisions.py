@@ -68,7 +68,8 @@ class Decisions:
 
     def take(self) -> list[Decision]:
         """Returns the decisions of the step that is over and starts anew."""
-        decisions, self._decisions = self._decisions, []
+        decisions = self._decisions
+        self._decisions = []
         return decisions
 
 
@@ -85,12 +86,12 @@ def worst_rejected(decisions: list[Decision], limit: int) -> list[tuple[Decision
     top = sizes.topk(min(len(sizes), 8 * limit))
     seeds = torch.cat([decision.seed for decision in decisions])[top.indices]
     places = [(decision, row) for decision in decisions for row in range(len(decision.seed))]
-    found: dict[int, tuple[Decision, int]] = {}
+    worst: dict[int, tuple[Decision, int]] = {}
     columns = (column.tolist() for column in (top.values, top.indices, seeds))
     for size, index, seed in zip(*columns, strict=True):
-        if size >= 0 and len(found) < limit:
-            found.setdefault(seed, places[index])
-    return list(found.values())
+        if size >= 0 and len(worst) < limit:
+            worst.setdefault(seed, places[index])
+    return list(worst.values())
 
 
 def _rejected_size(decision: Decision) -> Tensor:

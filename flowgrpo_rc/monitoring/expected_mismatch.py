@@ -127,8 +127,8 @@ class ExpectedMismatch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the state for a checkpoint."""
-        found = {"measured": self._measured, "sums": self._sums}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        state = {"measured": self._measured, "sums": self._sums}
+        return {name: tensor for name, tensor in state.items() if tensor is not None}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the state from a checkpoint."""
@@ -141,6 +141,6 @@ class ExpectedMismatch:
 def by_cell(difference: Tensor, known: Tensor, cells: Tensor, num_cells: int) -> Tensor:
     """Returns sum of |difference| and number of known steps of each cell, [2, C] float64."""
     numbers = torch.arange(num_cells, device=cells.device)
-    here = (cells.flatten().unsqueeze(1) == numbers) & known.flatten().unsqueeze(1)
+    in_cell = (cells.flatten().unsqueeze(1) == numbers) & known.flatten().unsqueeze(1)
     sizes = torch.where(known, difference.abs(), 0.0).flatten().unsqueeze(1)
-    return torch.stack([(sizes * here).sum(0), here.sum(0).double()])
+    return torch.stack([(sizes * in_cell).sum(0), in_cell.sum(0).double()])

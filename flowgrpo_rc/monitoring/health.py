@@ -67,9 +67,9 @@ def check_rollout_correction_health(
     Returns:
       True if healthy; its `warnings` say what is not.
     """
-    setup = Setup.of(config, text=text, fresh=fresh, unquantized=None)
-    found = _findings(metrics, setup)
-    return Health(tuple(finding.message for finding in found if finding.message))
+    setup = Setup.of(config, config.rules(), text=text, fresh=fresh, unquantized=None)
+    findings = _findings(metrics, setup)
+    return Health(tuple(finding.message for finding in findings if finding.message))
 
 
 def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
@@ -91,13 +91,13 @@ def _findings(metrics: Metrics, setup: Setup, step: float = math.inf) -> Iterato
     words = setup.words() | _measured(metrics, setup) | {"rejects": _rejects(metrics, setup)}
     is_fault = False
     for rule in RULES:
-        found = _finite(metrics, rule.metric)
+        named_value = _finite(metrics, rule.metric)
         # What a fault makes the clip do is no noise, and a wider band is not the answer.
         answered = is_fault and rule.name in ("noise", "clipping", "dilution")
         unclear = rule.name == "unquantized" and setup.unquantized is None
-        if found is None or answered or unclear or step <= rule.after:
+        if named_value is None or answered or unclear or step <= rule.after:
             continue
-        name, value = found
+        name, value = named_value
         crossed = rule.judge(value, setup, words)
         is_fault = is_fault or (rule.name == "fault" and bool(crossed))
         # A few unlikely tokens can double the mean of a step.
@@ -157,7 +157,8 @@ def _why_equal(metrics: Metrics, setup: Setup) -> str:
 
 def _rejects(metrics: Metrics, setup: Setup) -> str:
     """Returns what it means that a band rejects much, which the size of the mismatch tells."""
-    over, words = _finite(metrics, "mismatch_over_expected"), setup.words()
+    over = _finite(metrics, "mismatch_over_expected")
+    words = setup.words()
     widen = "widen {band}".format(**words)
     look = "{narrow}, and leave the band as it is: flowgrpo-rc calibrate looks for the cause"
     if over is None:
@@ -176,11 +177,11 @@ def _non_finite(metrics: Metrics, setup: Setup) -> str:
     names = [name for name in trained if _finite(metrics, name) is None]
     if not names:
         return ""
-    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     measured = metrics[names[0]]
     shown = "" if measured is None else f" but {measured}"
     narrow = setup.words()["narrow"]
-    return f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or {narrow}."
+    return f"{names[0]}{more} is not finite{shown}: lower actor.optim.lr, or {narrow}."
 
 
 def _gamed(metrics: Metrics, drift: float, gain: float, pictures: PictureWatch) -> str:
@@ -219,13 +220,14 @@ class HealthMonitor:
         if step <= self._step:
             return []
         self._step = step
-        found = [*_findings(metrics, self._setup, step)]
-        drift, gain = metrics.get("pictures/drift"), metrics.get("pictures/reward_gain")
+        findings = [*_findings(metrics, self._setup, step)]
+        drift = metrics.get("pictures/drift")
+        gain = metrics.get("pictures/reward_gain")
         if drift is not None and gain is not None:
             gamed = _gamed(metrics, drift, gain, self._pictures)
-            found.append(_Finding("gamed", gamed, immediate=False))
-        found += [_Finding(name, text, True) for name, text in self._guards.judge(metrics)]
-        return [message for finding in found if (message := self._onset(finding))]
+            findings.append(_Finding("gamed", gamed, immediate=False))
+        findings += [_Finding(name, text, True) for name, text in self._guards.judge(metrics)]
+        return [message for finding in findings if (message := self._onset(finding))]
 
     def _onset(self, finding: _Finding) -> str:
         history = self._history.setdefault(finding.rule, deque(maxlen=_WINDOW))
@@ -254,10 +256,8 @@ class HealthMonitor:
         """Goes back to what `state_dict` returned."""
         self._step = int(state["step"])
         self._active = set(state["active"])
-        if "pictures" in state:  # else an older version wrote it, and the next step is the base
-            self._pictures.load_state_dict(state["pictures"])
-        if "guards" in state:  # else an older version wrote it
-            self._guards.load_state_dict(state["guards"])
+        self._pictures.load_state_dict(state["pictures"])
+        self._guards.load_state_dict(state["guards"])
         self._history = {
             rule: deque(map(bool, held), maxlen=_WINDOW) for rule, held in state["history"].items()
         }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.correction.thresholds import KEY
 
 MOST_CLIPPED = 0.3  # share of the differences that may lie outside the clip band
@@ -37,13 +37,18 @@ class Setup(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: RolloutCorrectionConfig, *, text: bool, fresh: bool, unquantized: float | None
+        cls,
+        config: RolloutCorrectionConfig,
+        rules: Rules,
+        *,
+        text: bool,
+        fresh: bool,
+        unquantized: float | None,
     ) -> "Setup":
-        """Parses the settings of a correction."""
-        rules = config.rules()
+        """Takes the settings of a correction, and the same parsed."""
         is_clear = unquantized is not None and unquantized <= _LARGEST_SHARE
         return cls(
-            recompute=f"{KEY}.bypass_mode=False" if config.corrects_in_loss else "",
+            recompute=f"{KEY}.bypass_mode=False" if config.bypass_mode else "",
             weight_bound=inf if rules.level is None else rules.bounds.upper,
             criteria=f" of {config.rollout_rs}" if config.rollout_rs else "",
             keeps_rejected=config.normalize != "kept",

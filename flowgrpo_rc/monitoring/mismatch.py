@@ -115,10 +115,10 @@ class MismatchMonitor:
         """Returns what a checkpoint holds of it."""
         if self._expected is None:
             return {}
-        found = self._expected.tensors()
+        tensors = self._expected.tensors()
         if self._unreported is not None:
-            found["unreported"] = self._unreported
-        return found
+            tensors["unreported"] = self._unreported
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes back to what `tensors` recorded."""
@@ -159,13 +159,13 @@ def spread(differences: Tensor, clip_ratio: float | None) -> MetricBag:
     sizes = differences.abs()
     deviations = (differences - quantile(differences, 0.5)).abs()
     median = quantile(sizes, 0.5)
-    found = {
+    statistics = {
         "p50": median,
         "p99": quantile(sizes, 0.99),
         "max": quantile(sizes, 1.0),
         "std_robust": ROBUST * quantile(deviations, 0.5),
     }
-    for name, value in found.items():
+    for name, value in statistics.items():
         metrics.max(f"logprob_abs_diff_{name}", value, known)
     if clip_ratio is not None:
         metrics.max("mismatch_over_clip", median / clip_ratio, known)

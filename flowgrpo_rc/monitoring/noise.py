@@ -54,13 +54,13 @@ def observe_noise(batch: DiffusionBatch, *, seeded: bool) -> MetricBag:
     group_size = int((batch.group == batch.group[0]).sum())
     if group_size * batch.num_steps > 1:
         y, excess = rollout_noise(batch, ELEMENTS)
-        found = shared_noise(y, excess, group_size)
-        metrics.max("rollout/noise_shared_max", found, torch.isfinite(found))
+        shared = shared_noise(y, excess, group_size)
+        metrics.max("rollout/noise_shared_max", shared, torch.isfinite(shared))
     if seeded:
         # Noise that a group or the steps share is not that of the last sample and step.
         last = torch.arange(group_size - 1, len(batch), group_size, device=batch.group.device)
-        found = follows_seed(batch.select(last).step(batch.num_steps - 1))
-        metrics.min("rollout/noise_of_seed_min", found, torch.isfinite(found))
+        share = follows_seed(batch.select(last).step(batch.num_steps - 1))
+        metrics.min("rollout/noise_of_seed_min", share, torch.isfinite(share))
     return metrics
 
 
@@ -101,10 +101,10 @@ def coefficients(batch: DiffusionBatch) -> tuple[Tensor, Tensor]:
     Both are [B, T] fp32. They follow from the transition itself: a is the mean at x = 1, v = 0.
     """
     steps = batch.step_indices.flatten()
-    one = torch.ones_like(steps, dtype=torch.float32).unsqueeze(1)
+    ones = torch.ones_like(steps, dtype=torch.float32).unsqueeze(1)
     step = transition(
-        one,
-        torch.zeros_like(one),
+        ones,
+        torch.zeros_like(ones),
         batch.sigmas[steps],
         batch.sigmas[steps + 1],
         kind=batch.spec.sde_type,
@@ -112,7 +112,7 @@ def coefficients(batch: DiffusionBatch) -> tuple[Tensor, Tensor]:
         sigma_max=batch.sigmas[1],
     )
     shape = batch.step_indices.shape
-    return step.mean.reshape(shape), step.std.expand_as(one).reshape(shape)
+    return step.mean.reshape(shape), step.std.expand_as(ones).reshape(shape)
 
 
 def mean_squares(batch: DiffusionBatch) -> Tensor:

@@ -47,9 +47,9 @@ class PictureFacts(NamedTuple):
         return cls(*(torch.stack(columns).mean(0) for columns in zip(*frames, strict=True)))
 
     @classmethod
-    def join(cls, parts: "Sequence[PictureFacts]") -> "PictureFacts":
+    def join(cls, chunks: "Sequence[PictureFacts]") -> "PictureFacts":
         """Joins the facts of several chunks, in order."""
-        return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        return cls(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
 
 
 def observe_pictures(facts: PictureFacts, group: Tensor) -> MetricBag:
@@ -60,12 +60,13 @@ def observe_pictures(facts: PictureFacts, group: Tensor) -> MetricBag:
     """
     metrics = MetricBag()
     columns = dict(zip(STATISTICS, facts.statistics.unbind(1), strict=True))
-    own_colours = [facts.colours[group == one] for one in group.unique().tolist()]
+    colours_of_groups = [facts.colours[group == index] for index in group.unique().tolist()]
     columns[DIVERSITY] = torch.stack(
-        [colours.var(0, correction=0).mean().sqrt() for colours in own_colours]
+        [colours.var(0, correction=0).mean().sqrt() for colours in colours_of_groups]
     )
     for name, values in columns.items():
-        mean, square = f"pictures/{name}", f"pictures/_{name}_square"
+        mean = f"pictures/{name}"
+        square = f"pictures/_{name}_square"
         metrics.mean(mean, values)
         metrics.mean(square, values**2)
         metrics.derive(f"pictures/{name}_std", (mean, square), std_from_moments)
@@ -95,49 +96,48 @@ class PictureWatch:
         The gain is missing if the rewards of the base are all equal; both, if the step has no
         pictures, or if it belongs to the base.
         """
-        now = {
+        moments = {
             name: value
             for name, value in metrics.items()
             if name.startswith("pictures/") or name in (_REWARD, "reward/std")
             if value is not None and math.isfinite(value)
         }
-        if "pictures/prompts" not in now:
+        if "pictures/prompts" not in moments:
             return {}
         if self._prompts < BASE_PROMPTS:
-            self._extend(now)
+            self._extend(moments)
             return {}
-        found = {"pictures/drift": max(self._moved(now).values())}
+        movement = {"pictures/drift": max(self._moved(moments).values())}
         spread = self._base.get("reward/std", 0.0)
-        if spread > 0 and _REWARD in now:
-            found["pictures/reward_gain"] = (now[_REWARD] - self._base[_REWARD]) / spread
-        return found
+        if spread > 0 and _REWARD in moments:
+            movement["pictures/reward_gain"] = (moments[_REWARD] - self._base[_REWARD]) / spread
+        return movement
 
     def most_moved(self, metrics: Mapping[str, float | None]) -> str:
         """Returns the name of the statistic that is farthest from the base."""
-        now = {name: value for name, value in metrics.items() if value is not None}
-        moved = self._moved(now)
+        moved = self._moved({name: value for name, value in metrics.items() if value is not None})
         return max(moved, key=lambda name: moved[name])
 
-    def _extend(self, now: Mapping[str, float]) -> None:
+    def _extend(self, moments: Mapping[str, float]) -> None:
         """Takes the moments of a step into the base, weighted by its prompts."""
-        prompts = now["pictures/prompts"]
+        prompts = moments["pictures/prompts"]
         for name, spread in _SPREADS.items():
-            if name in now and spread in now:
-                square = now[name] ** 2 + now[spread] ** 2
-                for key, value in ((name, now[name]), (f"{name}_square", square)):
+            if name in moments and spread in moments:
+                square = moments[name] ** 2 + moments[spread] ** 2
+                for key, value in ((name, moments[name]), (f"{name}_square", square)):
                     self._sums[key] = self._sums.get(key, 0.0) + prompts * value
         self._prompts += prompts
         for name, spread in _SPREADS.items():
             if name in self._sums:
-                mean, square = self._sums[name], self._sums[f"{name}_square"]
-                self._base[name] = mean / self._prompts
-                self._base[spread] = std_from_moments(self._base[name], square / self._prompts)
+                square = self._sums[f"{name}_square"] / self._prompts
+                self._base[name] = self._sums[name] / self._prompts
+                self._base[spread] = std_from_moments(self._base[name], square)
 
-    def _moved(self, now: Mapping[str, float]) -> dict[str, float]:
+    def _moved(self, moments: Mapping[str, float]) -> dict[str, float]:
         return {
-            name: abs(now[name] - self._base[name]) / max(self._base[spread], LEAST_SPREAD)
+            name: abs(moments[name] - self._base[name]) / max(self._base[spread], LEAST_SPREAD)
             for name, spread in _SPREADS.items()
-            if name != _REWARD and name in now and name in self._base
+            if name != _REWARD and name in moments and name in self._base
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +158,8 @@ def _statistics(images: np.ndarray) -> Tensor:
     mean square of what one pixel differs from the mean of its four neighbours.
     """
     height, width = images.shape[1:3]
-    top, left = max(0, height - SIDE) // 2, max(0, width - SIDE) // 2
+    top = max(0, height - SIDE) // 2
+    left = max(0, width - SIDE) // 2
     middle = images[:, top : top + SIDE, left : left + SIDE]
     red, green, blue = np.moveaxis(middle, -1, 0).astype(np.float32, order="C") / 255
     high = np.maximum(np.maximum(red, green), blue)
@@ -166,7 +167,8 @@ def _statistics(images: np.ndarray) -> Tensor:
     luma = sum(share * channel for share, channel in zip(_LUMA, (red, green, blue), strict=True))
     luma = np.pad(luma, ((0, 0), (1, 1), (1, 1)), mode="edge")
     inner = luma[:, 1:-1, 1:-1]
-    below, right = luma[:, 2:, 1:-1], luma[:, 1:-1, 2:]
+    below = luma[:, 2:, 1:-1]
+    right = luma[:, 1:-1, 2:]
     around = (luma[:, :-2, 1:-1] + below + luma[:, 1:-1, :-2] + right) / 4
     columns = (
         inner.mean((1, 2)),

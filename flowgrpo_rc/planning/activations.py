@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
-from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.spec.run_spec import RunSpec
 
 
 class PeakMemory(TorchDispatchMode):
@@ -62,16 +62,17 @@ def _storages(tree: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def rows_at_once(config: Config) -> int:
+def rows_at_once(run: RunSpec) -> int:
     """Returns the rows of a forward of the update: samples times SDE steps, without guidance."""
-    actor = config.actor
-    return actor.ppo_micro_batch_size_per_gpu * (actor.steps_per_forward or config.trained_steps())
+    actor = run.settings.actor
+    return actor.ppo_micro_batch_size_per_gpu * (actor.steps_per_forward or run.trained_steps)
 
 
-def samples_at_once(config: Config) -> Mapping[str, int]:
+def samples_at_once(run: RunSpec) -> Mapping[str, int]:
     """Returns how many samples are at work at once in each phase; `shown` decodes held-out ones."""
-    chunk, held_out = chunk_size(config), config.rollout.val_kwargs.batch_size
-    most = config.model.decoded_at_once()
+    config = run.settings
+    chunk, held_out = run.chunk_size, config.rollout.val_kwargs.batch_size
+    most = config.model.decode_batch_size
     return {
         "update": config.actor.ppo_micro_batch_size_per_gpu,
         "rollout": chunk,
@@ -81,23 +82,24 @@ def samples_at_once(config: Config) -> Mapping[str, int]:
     }
 
 
-def phase_bytes(phase: str, config: Config, model: FlowModel, samples: int) -> int:
+def phase_bytes(phase: str, run: RunSpec, model: FlowModel, samples: int) -> int:
     """Measures the activations of one phase, in bytes.
 
     Of several transformers the first is measured: each row goes through one of them.
 
     Args:
       phase: of `samples_at_once`.
-      config: the settings.
+      run: the settings.
       model: on the meta device, with its LoRA.
       samples: how many are at work at once.
     """
     samples_held_out = phase in ("evaluation", "shown")  # with the trainer's network
+    config = run.settings
     spec = config.rollout.held_out_spec() if samples_held_out else config.rollout.spec()
     if phase in ("decoding", "shown"):
         return _decoding(model, samples, spec)
     if phase == "update":
-        rows = samples * rows_at_once(config) // config.actor.ppo_micro_batch_size_per_gpu
+        rows = samples * rows_at_once(run) // config.actor.ppo_micro_batch_size_per_gpu
         return measured(model.transformer, partial(_train, config, model, rows))
     mixed = samples_held_out and config.trainer.mixed_precision == "bf16"
 

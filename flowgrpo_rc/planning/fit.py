@@ -11,13 +11,14 @@ from itertools import product
 
 import torch
 
-from flowgrpo_rc.config.check_engine import chunk_size, engine_of, shares_weights
 from flowgrpo_rc.config.names import CARD
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
 from flowgrpo_rc.planning.phases import at_peak, phases
 from flowgrpo_rc.planning.weights import CONTEXT, Job, as_size, beside_tensors, memory
 from flowgrpo_rc.plugins import in_gib
+from flowgrpo_rc.spec.check_engine import shares_weights
+from flowgrpo_rc.spec.run_spec import RunSpec
 
 HEADROOM = 0.05  # of a card, for what is not planned
 
@@ -64,8 +65,8 @@ def measure_needs(job: Job) -> dict[str, Line]:
 
     def line(phase: str, *, checkpointing: bool = False) -> Line:
         model = replace(job.config.model, gradient_checkpointing=checkpointing)
-        config = replace(job.config, model=model)
-        one, two = (phase_bytes(phase, config, job.model, samples) for samples in (1, 2))
+        run = job.spec.with_sections(model=model)
+        one, two = (phase_bytes(phase, run, job.model, samples) for samples in (1, 2))
         return Line(one, two - one)
 
     plain = {phase: line(phase) for phase in ("update", "rollout", "evaluation", "decoding")}
@@ -75,21 +76,26 @@ def measure_needs(job: Job) -> dict[str, Line]:
     return plain | {"checkpointed": line("update", checkpointing=True)}
 
 
-def activations_of(needs: Needs, config: Config) -> dict[str, int]:
+def activations_of(needs: Needs, run: RunSpec) -> dict[str, int]:
     """Returns the activations of each phase with some settings of memory."""
     lines = {"shown": needs["decoding"], **needs}
-    if config.model.gradient_checkpointing:
+    if run.settings.model.gradient_checkpointing:
         lines["update"] = needs["checkpointed"]
-    return {phase: lines[phase].at(samples) for phase, samples in samples_at_once(config).items()}
+    return {phase: lines[phase].at(samples) for phase, samples in samples_at_once(run).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Settings for a card of some GiB, and the bytes of one process with them."""
 
-    config: Config
+    spec: RunSpec
     peak: int
     gib: float
+
+    @property
+    def config(self) -> Config:
+        """The settings."""
+        return self.spec.config
 
     @property
     def overrides(self) -> Sequence[str]:
@@ -99,7 +105,7 @@ class Proposal:
             f"model.gradient_checkpointing={str(model.gradient_checkpointing).lower()}",
             f"model.offload_idle={str(model.offload_idle).lower()}",
             f"model.decode_batch_size={model.decode_batch_size}",
-            f"rollout.micro_batch_size_per_gpu={chunk_size(self.config)}",
+            f"rollout.micro_batch_size_per_gpu={self.spec.chunk_size}",
             f"actor.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu}",
         ]
 
@@ -119,46 +125,41 @@ class Fitter:
     """Finds settings for cards of several sizes; measures activations once.
 
     The run's own settings are the start; `needs` is what `measure_needs` has found, None to measure
-    it now. ValueError if the sizes of forwards are part of what is asked for.
+    it now.
     """
 
     def __init__(self, job: Job, *, needs: Needs | None = None) -> None:
-        if job.config.actor.replay == "aligned":
-            raise ValueError(
-                "--fit: actor.replay=aligned ties the sizes of forwards in rollout and update to "
-                "each other; choose them by hand, or drop it"
-            )
         self._job = job
         self._needs = needs or measure_needs(job)
         self._held: dict[bool | str, int] = {}
-        streams = shares_weights(job.config, engine_of(job.config))
+        streams = shares_weights(job.spec)
         for offload in (False, True, "layers") if streams else (False, True):
             model = replace(job.config.model, offload_idle=offload)
-            held = replace(job, config=replace(job.config, model=model))
+            held = replace(job, spec=job.spec.with_sections(model=model))
             self._held[offload] = sum(size for _, size, _ in memory(held))
 
     def fit(self, gib: float) -> Proposal:
         """Returns the fastest settings that fit a card of some GiB, or those that need least."""
         proposals = []
-        for config in self.candidates():
-            proposals.append(Proposal(config, self.peak(config), gib))
+        for spec in self.candidates():
+            proposals.append(Proposal(spec, self.peak(spec), gib))
             if proposals[-1].fits:
                 return proposals[-1]
         return min(proposals, key=lambda proposal: proposal.peak)
 
-    def candidates(self) -> Iterator[Config]:
+    def candidates(self) -> Iterator[RunSpec]:
         """Yields settings from the fastest to the smallest.
 
         Copying idle models takes seconds of a step; computing activations twice a quarter of the
         update. So the first goes before the second. Copying layers for each product comes last.
         """
         config = self._job.config
-        mini = config.samples_per_mini_batch(self._job.processes)
+        mini = self._job.spec.samples_per_mini_batch
         micros = [n for n in range(mini, 0, -1) if mini % n == 0]
         ways = sorted(product((False, True), self._held), key=lambda way: way[1] == "layers")
         for (checkpointing, offload), micro in product(ways, micros):
             actor = replace(config.actor, ppo_micro_batch_size_per_gpu=micro)
-            for sampled in _halves(chunk_size(config)):
+            for sampled in _halves(self._job.spec.chunk_size):
                 rollout = replace(config.rollout, micro_batch_size_per_gpu=sampled)
                 for decoded in _halves(min(sampled, _DECODED)):
                     model = replace(
@@ -167,15 +168,15 @@ class Fitter:
                         offload_idle=offload,
                         decode_batch_size=decoded,
                     )
-                    yield replace(config, model=model, rollout=rollout, actor=actor)
+                    yield self._job.spec.with_sections(model=model, rollout=rollout, actor=actor)
 
-    def peak(self, config: Config) -> int:
+    def peak(self, spec: RunSpec) -> int:
         """Returns the bytes of one process with other settings of memory."""
-        found = activations_of(self._needs, config)
-        steps = phases(replace(self._job, config=config), found)
+        found = activations_of(self._needs, spec)
+        steps = phases(replace(self._job, spec=spec), found)
         largest, activations = at_peak(steps, found)
         beside = sum(size for _, size, _ in beside_tensors(self._job, activations))
-        return self._held[config.model.offload_idle] + largest + beside
+        return self._held[spec.settings.model.offload_idle] + largest + beside
 
 
 def _halves(number: int) -> Iterator[int]:

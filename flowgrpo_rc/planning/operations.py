@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowgrpo_rc.batch import SamplerSpec
-from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.models.block_cache import middle_blocks
 from flowgrpo_rc.models.lora import reference_policy
 from flowgrpo_rc.planning.activations import blank_inputs, measured
 from flowgrpo_rc.planning.weights import Job
 from flowgrpo_rc.planning.work import HELD_OUT, guidance, passes
+from flowgrpo_rc.spec.check_inputs import prompts_of
 
 _STEPS = 20  # whose prompts tell how long prompts are
 
@@ -53,7 +53,7 @@ def operations(job: Job) -> dict[str, int]:
     found = {"VAE": decoding(spec), "encoders": _encoding(job, tokens[0])}
     for kind in {kind for *_, kind in passes(job)} - {*found}:
         left = copy.deepcopy(network)
-        for blocks, middle in middle_blocks(left, rollout.cache.blocks) if kind == "cached" else ():
+        for blocks, middle in middle_blocks(left) if kind == "cached" else ():
             del blocks[middle.start : middle.stop]
         found[kind] = measured(left, ways[kind]) // guidance(job)[0]
     shown = measured(network, partial(forward, asked=held_out))
@@ -72,7 +72,7 @@ def _tokens(job: Job) -> tuple[int, int]:
     if tokenizer is None or not model.keeps_length:
         return most, most
     try:
-        sampler = prompts_of(job.config).sampler
+        sampler = prompts_of(job.spec).sampler
     except ValueError:  # a plan is made for another machine, too, which may have other files
         return most, most
     kept = model.most_tokens(tokenizer, spec) or most

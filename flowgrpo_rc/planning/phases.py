@@ -18,12 +18,12 @@ def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
     gathered = _gathered(job)
     around = f", {as_size(gathered)} of gathered weights" if gathered else ""
     update = found["update"] + gathered
-    formula = f"activations of {rows_at_once(config)} rows{around}"
+    formula = f"activations of {rows_at_once(job.spec)} rows{around}"
     if job.processes > 1:
         update = max(update, 4 * job.trained)
         formula += ", or a flat copy of the gradients"
     steps = [("update", update, formula)]
-    samples = samples_at_once(config)
+    samples = samples_at_once(job.spec)
     idle = config.model.offload_idle
     vae, in_vae = 0, f"the {job.vae_dtype} VAE"
     if idle:

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.config.checks import check_plan
 from flowgrpo_rc.config.names import RATE
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
 from flowgrpo_rc.planning.operations import operations
@@ -28,6 +26,8 @@ from flowgrpo_rc.planning.weights import (
     on_the_host,
 )
 from flowgrpo_rc.planning.work import HELD_OUT, Count, counts, passes
+from flowgrpo_rc.spec.checks import check_plan
+from flowgrpo_rc.spec.run_spec import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +103,8 @@ def make_plan(job: Job, *, measure: bool = True, tflops: float = RATE) -> Plan:
     where = f"{job.processes} processes, {job.strategy}" if job.processes > 1 else "1 process"
     found, work = {}, list[Row]()
     if measure:
-        for phase, samples in samples_at_once(job.config).items():
-            found[phase] = phase_bytes(phase, job.config, job.model, samples)
+        for phase, samples in samples_at_once(job.spec).items():
+            found[phase] = phase_bytes(phase, job.spec, job.model, samples)
         size = operations(job)
         for name, number, _, kind in passes(job):
             each = f"{number:,} of {size[kind] / 1e12:.3g} TFLOP"
@@ -124,11 +124,12 @@ def make_plan(job: Job, *, measure: bool = True, tflops: float = RATE) -> Plan:
     )
 
 
-def job_of(config: Config, processes: int, architectures: Path, *, nodes: int = 1) -> Job:
+def job_of(spec: RunSpec, architectures: Path, *, nodes: int = 1) -> Job:
     """Checks settings and builds their model without weights, spread evenly over `nodes`.
 
     Pipelines of hub ids may lie in `architectures`. ValueError if the settings cannot work.
     """
+    config = spec.settings
     if config.model.kind != "diffusion":
         raise ValueError(
             f"plan knows flow models, model.kind=diffusion; model.kind={config.model.kind}"
@@ -137,10 +138,10 @@ def job_of(config: Config, processes: int, architectures: Path, *, nodes: int = 
     if not Path(path).exists():
         path = find_architecture(config.model.path, architectures) or config.model.path
     # An exported LoRA to start from changes no size.
-    config = replace(config, model=replace(config.model, path=str(path), lora_path=None))
-    built = check_plan(config, processes)
+    spec = spec.with_sections(model=replace(config.model, path=str(path), lora_path=None))
+    built = check_plan(spec)
     assert built is not None, "a flow model"
-    job = Job(config=config, model=built, processes=processes, nodes=nodes)
+    job = Job(spec=spec, model=built, nodes=nodes)
     clip: Any = job.tokenizers.get("tokenizer")
     if type(clip).__name__.startswith("CLIP"):  # as the stock pipeline does
         built.pipeline.tokenizer_max_length = clip.model_max_length

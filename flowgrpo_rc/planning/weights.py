@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from flowgrpo_rc.config.check_engine import engine_of
-from flowgrpo_rc.config.checks import batch_bytes, num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.models.architecture import load_tokenizers
@@ -25,6 +23,8 @@ from flowgrpo_rc.rewards.manager import PACKAGE
 from flowgrpo_rc.rollout.config import ROUNDED
 from flowgrpo_rc.rollout.quantization import INT4_GROUP
 from flowgrpo_rc.rollout.replica import lora_layers
+from flowgrpo_rc.spec.checks import batch_bytes, num_trained
+from flowgrpo_rc.spec.run_spec import RunSpec
 
 Row = tuple[str, int, str]  # name, bytes, formula
 # CUDA's context, the kernels of torch and the workspaces of cuBLAS. Assumed, not measured.
@@ -42,10 +42,19 @@ _OF_LORA = "4 bytes x LoRA parameters"
 class Job:
     """A run to plan."""
 
-    config: Config  # of a flow model
+    spec: RunSpec  # of a flow model
     model: FlowModel  # on the meta device, with its LoRA
-    processes: int = 1  # that share a step
     nodes: int = 1  # machines that they are spread over, evenly
+
+    @property
+    def config(self) -> Config:
+        """The settings."""
+        return self.spec.config
+
+    @property
+    def processes(self) -> int:
+        """The processes that share a step."""
+        return self.spec.machine.num_processes
 
     @property
     def strategy(self) -> str:
@@ -107,7 +116,7 @@ class Job:
     @property
     def has_engine_process(self) -> bool:
         """Whether an engine of its own process samples on the trainer's card."""
-        return not self.config.rollout.workers and not engine_of(self.config).copies_network
+        return not self.config.rollout.workers and not self.spec.engine_class.copies_network
 
     @property
     def sleeps(self) -> bool:
@@ -176,10 +185,10 @@ def memory(job: Job) -> list[Row]:
         rows.append(("older LoRAs", 4 * trained * older, f"{_OF_LORA} x staleness {older}"))
     steps = config.rollout.window()[0]
     elements = math.prod(job.model.latent_shape(config.rollout.spec()))
-    states = f"({steps} + 1{f' + {steps} means' if config.keep_means() else ''}) states"
-    samples = config.samples_per_step(job.processes)
+    states = f"({steps} + 1{f' + {steps} means' if job.spec.keeps_means else ''}) states"
+    samples = job.spec.samples_per_step
     formula = f"4 bytes x {samples} samples x {states} x {elements} latents"
-    batch = ("batch", batch_bytes(config, job.model, job.processes), formula)
+    batch = ("batch", batch_bytes(job.spec, job.model), formula)
     return [*rows, *_reward_models(config), batch]
 
 
@@ -261,7 +270,7 @@ def _transformer(job: Job) -> Row:
 def _copy_that_samples(job: Job, strategy: str) -> Row:
     """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
     rollout = job.config.rollout
-    if not engine_of(job.config).copies_network:
+    if not job.spec.engine_class.copies_network:
         where = f"{rollout.name} on the same card: a {rollout.dtype} pipeline"
         if job.sleeps:
             where += f", asleep but for the rollout: {as_size(job.engine)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from flowgrpo_rc.batch import SamplerSpec
-from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.models.block_cache import saved_share
 from flowgrpo_rc.planning.weights import Job, as_size
 from flowgrpo_rc.rewards.manager import needs_samples
@@ -35,7 +34,7 @@ def _samples(job: Job) -> list[Count]:
     latents = job.model.latent_shape(rollout.spec())
     shape = f"{' x '.join(map(str, latents))} for {_size(rollout.spec())}"
     passes = held_out.num_inference_steps * (2 if job.model.cfg_scale(held_out) > 1 else 1)
-    on_a_rank = job.config.samples_per_step(job.processes)
+    on_a_rank = job.spec.samples_per_step
     images = f"{prompts} prompts x {rollout.n}; {on_a_rank} on a rank"
     groups = f"{rollout.n} samples each; {prompts // job.processes} on a rank"
     count = prompts * job.config.trainer.total_training_steps
@@ -64,25 +63,27 @@ def passes(job: Job) -> list[Pass]:
     With guidance a sample takes two forwards.
     """
     config, actor, rollout = job.config, job.config.actor, job.config.rollout
-    num_trained, each = config.trained_per_step(job.processes), config.trained_n() or rollout.n
+    spec = job.spec
+    num_trained = spec.trained_per_step
+    each = spec.trained_n or rollout.n
     found = _sampling(job, "sampling", rollout, rollout.n)
     if rollout.redraw:
-        found += _sampling(job, "redrawn", config.trained_rollout(), each)
+        found += _sampling(job, "redrawn", spec.trained_rollout, each)
     trained = _trained(job, num_trained, each)
     updated = trained * actor.ppo_epochs
     old, correction = "forwards, old policy", config.algorithm.rollout_correction
-    if config.knows_no_log_probs():
+    if spec.mode is None:
         found.append((old, updated, "no gradient; beside those with backward", "forward"))
-    elif correction.corrects_in_loss:
-        together = actor.steps_per_forward or config.trained_steps()
-        if correction.bypass_level == "window" and together < config.trained_steps():
+    elif spec.mode == "bypass":
+        together = actor.steps_per_forward or spec.trained_steps
+        if correction.bypass_level == "window" and together < spec.trained_steps:
             formula = "no gradient; a loss of whole windows has to see them first"
             found.append(("forwards, windows", updated, formula, "forward"))
-    elif (why := config.why_recompute()) is not None:
+    elif (why := spec.why_recompute) is not None:
         every = trained
         if not rollout.redraw:
             # While rewards are scored nobody knows yet which samples are trained on.
-            every = _trained(job, config.samples_per_step(job.processes), rollout.n)
+            every = _trained(job, spec.samples_per_step, rollout.n)
         found.append((old, every, f"no gradient; of every mini-batch: {why}", "forward"))
     else:
         first = trained * actor.ppo_mini_batch_size // config.data.train_batch_size
@@ -97,8 +98,8 @@ def passes(job: Job) -> list[Pass]:
         kind = "forward" if actor.kl_reference == "start" else "base"
         found.append(("forwards, reference", updated, f"{formula}, no gradient (KL)", kind))
     found.append(("forwards with backward", updated, formula, "update"))
-    if needs_samples(config.reward):
-        decoded = config.samples_per_step(job.processes) + (num_trained if rollout.redraw else 0)
+    if needs_samples(spec.rewards):
+        decoded = spec.samples_per_step + (num_trained if rollout.redraw else 0)
         found.append(("decoded by the VAE", decoded, f"{job.model.makes}s", "VAE"))
     if config.model.prompt_cache is None:
         prompts = config.data.train_batch_size // job.processes + guidance(job)[0] - 1
@@ -115,7 +116,7 @@ def _sampling(job: Job, name: str, rollout: RolloutConfig, each: int) -> list[Pa
     takes, formula = guidance(job)
     samples = alike = job.config.data.train_batch_size // job.processes * each
     if rollout.algo.shared_prefix:
-        alike = _groups(samples, each, chunk_size(job.config))
+        alike = _groups(samples, each, job.spec.chunk_size)
         formula += "; one of a prompt in a chunk until they differ"
     rows, evaluated = [0.0, 0.0], 0
     last = job.config.trainer.total_training_steps
@@ -131,7 +132,7 @@ def _sampling(job: Job, name: str, rollout: RolloutConfig, each: int) -> list[Pa
     kind = "base" if rollout.merge_lora is True else "forward"
     found = [(f"forwards, {name}", round(rows[0]), formula, kind)]
     if rows[1]:
-        saved = saved_share(job.model.network, rollout.cache.blocks, 1, 1)
+        saved = saved_share(job.model.network, 1, 1)
         formula = f"of cached steps, without {saved:.0%} of the blocks (rollout.cache)"
         found.append(("forwards, cached", round(rows[1]), formula, "cached"))
     return found
@@ -139,7 +140,7 @@ def _sampling(job: Job, name: str, rollout: RolloutConfig, each: int) -> list[Pa
 
 def _trained(job: Job, samples: int, each: int) -> int:
     """Counts the forwards of the training graph on samples, `each` of a prompt."""
-    rows = samples * job.config.trained_steps()
+    rows = samples * job.spec.trained_steps
     if job.config.rollout.algo.shared_prefix:
         # Where the window begins, the samples of a prompt have the same state.
         rows += _groups(samples, each, job.config.actor.ppo_micro_batch_size_per_gpu) - samples
@@ -159,17 +160,17 @@ def guidance(job: Job) -> tuple[int, str]:
 
 
 def _trained_steps(job: Job) -> str:
-    what = "noise levels" if job.config.knows_no_log_probs() else "stochastic steps"
-    return f"{job.config.trained_steps()} {what}"
+    what = "noise levels" if job.spec.mode is None else "stochastic steps"
+    return f"{job.spec.trained_steps} {what}"
 
 
 def _updates(job: Job) -> list[Count]:
     config, actor = job.config, job.config.actor
     each_sample, doubled = guidance(job)
     prompts = config.data.train_batch_size
-    mini = config.samples_per_mini_batch(job.processes)
+    mini = job.spec.samples_per_mini_batch
     micro = actor.ppo_micro_batch_size_per_gpu
-    size = config.trained_steps()
+    size = job.spec.trained_steps
     together = actor.steps_per_forward or size
     updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     steps = config.trainer.total_training_steps
@@ -182,5 +183,5 @@ def _updates(job: Job) -> list[Count]:
         ("micro-batches each", f"{mini // micro * math.ceil(size / together)}", micro_batches),
         ("rows of a micro-batch", f"{micro * together * each_sample}", rows),
         ("steps", f"{steps:,}", images),
-        ("updates", f"{config.total_updates():,}", f"{updates} per step"),
+        ("updates", f"{job.spec.total_updates:,}", f"{updates} per step"),
     ]

@@ -10,6 +10,7 @@ import torch
 
 from flowgrpo_rc.batch import Conditioning, Prompt, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.models.prompt_cache import PromptCache
 
 
@@ -58,14 +59,19 @@ def encode_unique(
     Returns:
       Conditioning of every text, N rows in the order of `prompts`.
     """
-    edits = [(p.negative_text if negative else p.text, p.images) for p in prompts]
-    unique = list(dict.fromkeys(edits))
-    place = {edit: row for row, edit in enumerate(unique)}
-    rows = [place[edit] for edit in edits]
+    pairs = [(p.negative_text if negative else p.text, p.images) for p in prompts]
+    unique = list(dict.fromkeys(pairs))
+    place = {pair: row for row, pair in enumerate(unique)}
+    rows = [place[pair] for pair in pairs]
     cache = cache or model.prompt_cache
-    found = None if cache is None else cache.find(unique, spec, negative)
-    if found is None:
-        found = model.encode_edits(unique, spec, negative=negative)
+    encoded = None if cache is None else cache.find(unique, spec, negative)
+    if encoded is None:
+        if isinstance(model, EditingModel) and spec.condition_images:
+            encoded = model.encode_edits(unique, spec)
+        else:
+            texts = [text for text, _ in unique]
+            length = spec.max_sequence_length
+            encoded = model.encode(texts, max_sequence_length=length, negative=negative)
         if cache is not None:
-            cache.keep(unique, spec, negative, found)
-    return found.to(model.device).take(torch.tensor(rows, device=model.device), rows)
+            cache.keep(unique, spec, negative, encoded)
+    return encoded.to(model.device).take(torch.tensor(rows, device=model.device), rows)

@@ -85,10 +85,11 @@ class TokenPolicy(Policy[TokenBatch]):
 
     def order(self, batch: TokenBatch, mini_batch_size: int) -> Tensor | None:
         """Sorts the rows of each mini-batch by length, if much of the batch is padding."""
-        mask = torch.cat([batch.prompt_mask, batch.response_mask], 1)
-        if not _is_sparse(mask):
+        lengths = batch.counted()
+        width = batch.prompt_ids.shape[1] + batch.num_steps
+        if lengths is None or not _is_sparse(lengths, width):
             return None
-        by_length = mask.sum(1).argsort(stable=True)
+        by_length = lengths.sum(1).argsort(stable=True)
         return by_length[(by_length // mini_batch_size).argsort(stable=True)]
 
     def evaluate(self, piece: TokenBatch) -> Evaluation:
@@ -104,9 +105,15 @@ class TokenPolicy(Policy[TokenBatch]):
         ids = torch.cat([piece.prompt_ids, piece.response_ids], 1)
         mask = torch.cat([piece.prompt_mask, piece.response_mask], 1)
         # Columns that are padding in all rows need no forward.
-        first, last = _used_columns(mask) if _is_sparse(mask) else (0, mask.shape[1])
-        num_tokens = max(last - piece.prompt_ids.shape[1], 1)
-        last = piece.prompt_ids.shape[1] + num_tokens
+        prompt_length = piece.prompt_ids.shape[1]
+        first, num_tokens = 0, piece.num_steps
+        lengths = piece.counted()
+        if lengths is not None and _is_sparse(lengths, mask.shape[1]):
+            longest_prompt, longest_response = lengths.amax(0).tolist()
+            first = prompt_length - longest_prompt
+            num_tokens = longest_response
+        num_tokens = max(num_tokens, 1)
+        last = prompt_length + num_tokens
         checkpointed = self.checkpoint_gradients and torch.is_grad_enabled()
         saving = gradient_checkpointing(self.network) if checkpointed else nullcontext()
         with self.autocast(), saving, self._moved_embeddings():
@@ -164,17 +171,9 @@ class TokenPolicy(Policy[TokenBatch]):
         )
 
 
-def _is_sparse(mask: Tensor) -> bool:
-    """Returns whether much of a mask is padding; False off the CPU, where asking would wait."""
-    if mask.device.type != "cpu":
-        return False
-    return bool(mask.double().mean() < 1 - MOST_PADDING)
-
-
-def _used_columns(mask: Tensor) -> tuple[int, int]:
-    """Returns the first column that holds a token, and one past the last."""
-    used = mask.any(0).nonzero().flatten().tolist()
-    return used[0], used[-1] + 1
+def _is_sparse(lengths: Tensor, width: int) -> bool:
+    """Returns whether much is padding in rows of `width` tokens; `lengths` are on the host."""
+    return int(lengths.sum()) / (len(lengths) * width) < 1 - MOST_PADDING
 
 
 class _Sampler(LogitsProcessor):

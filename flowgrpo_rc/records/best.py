@@ -27,7 +27,9 @@ class BestEvaluation:
         if reward is None or not reward > self.reward:  # no number is above NaN
             self.worse += 1
             return False
-        self.step, self.reward, self.worse = step, reward, 0
+        self.step = step
+        self.reward = reward
+        self.worse = 0
         return True
 
     def over(self, patience: int | None) -> bool:

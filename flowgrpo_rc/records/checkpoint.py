@@ -97,8 +97,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Returns the checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step_of)
+    paths = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=_step_of)
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
@@ -132,22 +132,24 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_tensors(
-    stem: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    stem: str, stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     """Returns tensors of a checkpoint; CheckpointError for another name, shape or dtype."""
-    if found.keys() != expected.keys():
-        different = sorted(found.keys() ^ expected.keys())
+    if stored.keys() != expected.keys():
+        different = sorted(stored.keys() ^ expected.keys())
         raise CheckpointError(
             f"{stem}.safetensors of the checkpoint has other tensors than this run: "
             f"{len(different)} names differ, the first is {different[0]}"
         )
-    for name, tensor in found.items():
-        there, here = _form(tensor), _form(expected[name])
-        if there != here:
+    for name, tensor in stored.items():
+        stored_form = _form(tensor)
+        needed_form = _form(expected[name])
+        if stored_form != needed_form:
             raise CheckpointError(
-                f"{stem}.safetensors of the checkpoint: {name} is {there}, this run needs {here}"
+                f"{stem}.safetensors of the checkpoint: {name} is {stored_form}, this run "
+                f"needs {needed_form}"
             )
-    return found
+    return stored
 
 
 def not_finite(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
@@ -160,7 +162,9 @@ def not_finite(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     }
     # An optimizer counts its updates on the host. One norm would send each count to the device.
     devices = {tensor.device for tensor in named.values()}
-    groups = ([one for one in named.values() if one.device == device] for device in devices)
+    groups = (
+        [tensor for tensor in named.values() if tensor.device == device] for device in devices
+    )
     # A norm is finite if all of its numbers are, and none is beyond 1e19.
     if all(get_total_norm(group).isfinite() for group in groups):
         return []
@@ -184,18 +188,18 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 def _tensors(path: Path, stem: str) -> dict[str, Tensor]:
     try:
-        found = load_file(path / f"{stem}.safetensors")
+        tensors = load_file(path / f"{stem}.safetensors")
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {stem}.safetensors is damaged: {error}") from error
-    if broken := _broken({stem: found}):
+    if broken := _broken({stem: tensors}):
         raise CheckpointError(f"{path}: {broken}")
-    return found
+    return tensors
 
 
 def _broken(tensors: Mapping[str, Mapping[str, Tensor]]) -> str:
     """Returns what is wrong with weights, moments and averages, which have to be finite."""
-    found = not_finite({s: group for s, group in tensors.items() if s.startswith(_FINITE)})
-    return f"{len(found)} tensors are not finite, the first is {found[0]}" if found else ""
+    broken = not_finite({s: group for s, group in tensors.items() if s.startswith(_FINITE)})
+    return f"{len(broken)} tensors are not finite, the first is {broken[0]}" if broken else ""
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -53,8 +53,6 @@ class TrainerConfig:
     seed: of everything random.
     resume_mode: `auto` goes on from the newest whole checkpoint; `disable` refuses a folder that
         holds a run.
-    accept_changed_inputs: go on with a run though its prompts, its model, a reward's or the source
-        of a reward of yours have changed; the report says so.
     max_time: seconds of this command, or a duration such as 2h or 90m, as for every time; then the
         run stops after the step with its state saved; null: no limit.
     device: `auto` takes the GPU where there is one; `cuda` is an error without one.
@@ -89,7 +87,6 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console"])
     seed: int = 42
     resume_mode: str = "auto"
-    accept_changed_inputs: bool = False
     max_time: float | None = None
     device: str = "auto"
     num_processes: int | str = 1
@@ -106,7 +103,8 @@ class TrainerConfig:
             check_choice(f"trainer.{name}", getattr(self, name), allowed)
         for name, least in _LEAST.items():
             check_least(f"trainer.{name}", getattr(self, name), least)
-        number, seconds = self.num_processes, "give a number of seconds above 0"
+        number = self.num_processes
+        seconds = "give a number of seconds above 0"
         some = number == AUTO or (isinstance(number, int) and number >= 1)
         self._check("num_processes", some, f"give {AUTO}, or a number of at least 1")
         self._check("max_time", self.max_time is None or self.max_time > 0, f"{seconds}, or null")
@@ -117,10 +115,11 @@ class TrainerConfig:
         named = repo is None or re.fullmatch(r"[\w.-]+/[\w.-]+", repo) is not None
         self._check("push_to_hub", named, "write user/name or organization/name, or null")
         for name, least in (("patience", 1), ("suites", 0)):
-            given, freq = getattr(self, name), self.test_freq
-            if given and freq < least:
+            value = getattr(self, name)
+            freq = self.test_freq
+            if value and freq < least:
                 raise ValueError(
-                    f"trainer.{name}={given} has no effect with trainer.test_freq={freq}: drop it "
+                    f"trainer.{name}={value} has no effect with trainer.test_freq={freq}: drop it "
                     f"or set trainer.test_freq to {least} or more"
                 )
         validate_loggers(self.logger)

@@ -14,7 +14,8 @@ from rich.text import Text
 from flowgrpo_rc.evaluation.intervals import PolicyComparison
 
 _STEPS_FOR_ETA = 20
-_REWARD, _FAILED = "val/reward", "val/failed_fraction"
+_REWARD = "val/reward"
+_FAILED = "val/failed_fraction"
 # Metric -> how the line of a step shows it.
 _SHOWN = {
     "reward/mean": "  reward {:.3f}",
@@ -54,8 +55,8 @@ class Console:
             # In a narrow window the bar goes first and these numbers last.
             width = len(f"step {self._total_steps}/{self._total_steps}")
             column = TextColumn(steps, table_column=Column(no_wrap=True, min_width=width))
-            others = (BarColumn(bar_width=None), TextColumn("{task.fields[now]}"))
-            self._progress = Progress(column, *others, console=self._rich, expand=True)
+            bar = (BarColumn(bar_width=None), TextColumn("{task.fields[now]}"))
+            self._progress = Progress(column, *bar, console=self._rich, expand=True)
             self._progress.add_task("train", total=self._total_steps, now="")
             self._progress.start()
         return self
@@ -86,8 +87,8 @@ class Console:
             line = f"step {step}/{self._total_steps}{_summary(metrics)}{self._eta()}"
             print(line, file=self._stream, flush=True)
         else:
-            now = f"{_summary(self._last)}{self._eta()}".strip()
-            self._progress.update(self._progress.task_ids[0], completed=step, now=now)
+            numbers = f"{_summary(self._last)}{self._eta()}".strip()
+            self._progress.update(self._progress.task_ids[0], completed=step, now=numbers)
 
     def final_table(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Prints the held-out metrics before and after training; "-" where one side has none."""
@@ -95,7 +96,8 @@ class Console:
             return
         table = _table("held-out evaluation", ("metric", "before", "after", "change"))
         for name, label in _told((before, after)).items():
-            first, last = before.get(name), after.get(name)
+            first = before.get(name)
+            last = after.get(name)
             change = "-" if first is None or last is None else f"{last - first:+.4f}"
             numbers = ["-" if value is None else f"{value:.4f}" for value in (first, last)]
             table.add_row(label, *numbers, change)
@@ -112,11 +114,15 @@ class Console:
             return
         columns = ("score", "prompts", "base", "LoRA", "change", "95% interval")
         table = _table(f"suite {name}", columns)
-        for row, found in [*comparisons.items(), *groups.items()]:
-            change = found.change
+        for row, comparison in [*comparisons.items(), *groups.items()]:
+            change = comparison.change
             interval = f"{change.low:+.4f} to {change.high:+.4f}"
-            numbers = (f"{found.base.mean:.4f}", f"{found.tuned.mean:.4f}", f"{change.mean:+.4f}")
-            table.add_row(row, str(found.num_prompts), *numbers, interval)
+            numbers = (
+                f"{comparison.base.mean:.4f}",
+                f"{comparison.tuned.mean:.4f}",
+                f"{change.mean:+.4f}",
+            )
+            table.add_row(row, str(comparison.num_prompts), *numbers, interval)
         self._rich.print(table)
 
     def _print(self, styled: Text, plain: str) -> None:
@@ -127,10 +133,10 @@ class Console:
 
     def _eta(self) -> str:
         first_step, first_time = self._marks[0]
-        step, now = self._marks[-1]
+        step, last_time = self._marks[-1]
         if step == first_step or step >= self._total_steps:
             return ""
-        seconds = (now - first_time) / (step - first_step) * (self._total_steps - step)
+        seconds = (last_time - first_time) / (step - first_step) * (self._total_steps - step)
         return f"  eta {_duration(seconds)}"
 
 
@@ -147,7 +153,9 @@ def _told(evaluations: Sequence[Mapping[str, float]]) -> dict[str, str]:
     labels = {name: name.removeprefix("val/") for name in names}
     terms = [name for name in names if name.count("/") == 1 and name not in (_REWARD, _FAILED)]
     # A lone term of weight 1 is the reward.
-    if len(terms) == 1 and all(one.get(terms[0]) == one.get(_REWARD) for one in evaluations):
+    if len(terms) == 1 and all(
+        metrics.get(terms[0]) == metrics.get(_REWARD) for metrics in evaluations
+    ):
         labels[_REWARD] = f"reward ({labels.pop(terms[0])})"
     return labels
 

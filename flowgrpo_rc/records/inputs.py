@@ -30,15 +30,15 @@ class Input(NamedTuple):
 
 def prompts_input(paths: Sequence[Path], prompts: Sequence[Prompt]) -> Input:
     """Returns the input of prompts as they were read from files, with the content of images."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for prompt in prompts:
         row: list[object] = [prompt.text, prompt.target, prompt.negative_text, prompt.metadata]
         if prompt.images:
             row.append([picture_digest(image) for image in prompt.images])
         if prompt.messages:
             row.append(prompt.messages)
-        found.update(json.dumps(row, sort_keys=True, default=str).encode())
-    return Input(", ".join(map(str, paths)), found.hexdigest())
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return Input(", ".join(map(str, paths)), digest.hexdigest())
 
 
 def model_inputs(key: str, folder: Path) -> dict[str, Input]:
@@ -61,11 +61,11 @@ def file_input(path: Path) -> Input:
     with path.open("rb") as file:
         if size <= LARGE:
             return Input(str(path), hashlib.file_digest(file, "sha256").hexdigest())
-        found = hashlib.sha256(str(size).encode())
+        digest = hashlib.sha256(str(size).encode())
         for number in range(_NUM_BLOCKS):
             file.seek((size - _BLOCK) * number // (_NUM_BLOCKS - 1))
-            found.update(file.read(_BLOCK))
-    return Input(str(path), found.hexdigest())
+            digest.update(file.read(_BLOCK))
+    return Input(str(path), digest.hexdigest())
 
 
 def code_input(key: str, code: object) -> dict[str, Input]:
@@ -82,10 +82,9 @@ def code_input(key: str, code: object) -> dict[str, Input]:
     return {key: Input(name, hashlib.sha256(source.encode()).hexdigest())}
 
 
-def write_inputs(path: Path, inputs: Mapping[str, Input], *, keep: bool = True) -> None:
-    """Writes the digests of inputs; `keep` keeps those that the file holds of others."""
-    digests = _read(path) if keep else {}
-    digests |= {name: found.digest for name, found in inputs.items()}
+def write_inputs(path: Path, inputs: Mapping[str, Input]) -> None:
+    """Writes the digests of inputs, beside those that the file holds of others."""
+    digests = _read(path) | {name: entry.digest for name, entry in inputs.items()}
     write_atomic(path, json.dumps(digests, indent=1, sort_keys=True).encode())
 
 
@@ -97,23 +96,23 @@ def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
     """
     stored = _read(path)
     changed = [
-        f"{name}: the content of {found.path} has changed"
-        for name, found in inputs.items()
-        if name in stored and found.digest != stored[name]
+        f"{name}: the content of {entry.path} has changed"
+        for name, entry in inputs.items()
+        if name in stored and entry.digest != stored[name]
     ]
-    here = _weights(inputs)
+    weights = _weights(inputs)
     gone = [
         f"{folder}: the weights that the run began with are gone, and others are there"
         for folder in sorted(_weights(stored))
-        if folder in here and here[folder].isdisjoint(stored)
+        if folder in weights and weights[folder].isdisjoint(stored)
     ]
     return changed + gone
 
 
 def same_content(path: Path, key: str, inputs: Mapping[str, Input]) -> bool:
     """Returns whether what a setting such as `model.path` names is what `write_inputs` saw."""
-    here = {name: found.digest for name, found in of_setting(key, inputs).items()}
-    return bool(here) and here == of_setting(key, _read(path))
+    digests = {name: entry.digest for name, entry in of_setting(key, inputs).items()}
+    return bool(digests) and digests == of_setting(key, _read(path))
 
 
 def of_setting(key: str, named: Mapping[str, T]) -> dict[str, T]:
@@ -125,11 +124,11 @@ def of_setting(key: str, named: Mapping[str, T]) -> dict[str, T]:
 
 def _weights(names: Iterable[str]) -> dict[str, set[str]]:
     """Returns the names of files of weights by folder."""
-    found: dict[str, set[str]] = {}
+    files_of: dict[str, set[str]] = {}
     for name in names:
         if name.endswith(_WEIGHTS):
-            found.setdefault(name.rpartition("/")[0], set()).add(name)
-    return found
+            files_of.setdefault(name.rpartition("/")[0], set()).add(name)
+    return files_of
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -65,9 +65,9 @@ class MetricsFile:
         """Drops the rows of later steps and a torn last line, in one step or not at all."""
         if not self.path.exists():
             return
-        kept = b"".join(line + b"\n" for row, line in self._lines() if row["step"] <= step)
+        lines = b"".join(line + b"\n" for row, line in self._lines() if row["step"] <= step)
         try:
-            write_atomic(self.path, kept)
+            write_atomic(self.path, lines)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 

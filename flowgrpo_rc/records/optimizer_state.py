@@ -35,7 +35,7 @@ def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -
     tensors: dict[str, Tensor] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state[parameter].items():
-            tensors |= {f"{name}.{key}{part}": tensor for part, tensor in _parts(value).items()}
+            tensors |= {f"{name}.{key}{suffix}": tensor for suffix, tensor in _parts(value).items()}
     return tensors
 
 
@@ -45,8 +45,8 @@ def load_optimizer(
     """Goes back to what `optimizer_tensors` returned; CheckpointError for another shape."""
     for name, parameter in named.items():
         prefix = f"{name}."
-        own = [key for key in tensors if key.startswith(prefix)]
-        stored = {key.removeprefix(prefix): tensors[key] for key in own}
+        names = [key for key in tensors if key.startswith(prefix)]
+        stored = {key.removeprefix(prefix): tensors[key] for key in names}
         if stored:
             keys = dict.fromkeys(key.partition(".")[0] for key in stored)
             state = {key: _joined(key, stored, parameter) for key in keys}
@@ -65,7 +65,7 @@ def _parts(value: Tensor) -> dict[str, Tensor]:
         return {"": value}
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    return {f".{part}": vars(value)[part] for part in OptimState8bit.tensor_attrs}
+    return {f".{component}": vars(value)[component] for component in OptimState8bit.tensor_attrs}
 
 
 def _joined(key: str, stored: Mapping[str, Tensor], parameter: nn.Parameter) -> Tensor:
@@ -75,5 +75,8 @@ def _joined(key: str, stored: Mapping[str, Tensor], parameter: nn.Parameter) -> 
         return stored[key].to(parameter.device)
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    parts = [stored[f"{key}.{part}"].to(parameter.device) for part in OptimState8bit.tensor_attrs]
-    return OptimState8bit(*parts, signed=key == "exp_avg", dtype=parameter.dtype)
+    components = [
+        stored[f"{key}.{component}"].to(parameter.device)
+        for component in OptimState8bit.tensor_attrs
+    ]
+    return OptimState8bit(*components, signed=key == "exp_avg", dtype=parameter.dtype)

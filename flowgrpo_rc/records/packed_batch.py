@@ -23,6 +23,8 @@ KINDS: dict[str, tuple[type[Batch], type[Any]]] = {
     "causal_lm": (TokenBatch, TokenSpec),
 }
 _SIZES = "image_sizes"
+_ON_HOST = ("lengths", f"conditioning.{_SIZES}", f"negative.{_SIZES}")
+_HOST = torch.device("cpu")
 
 
 class PackedBatch(NamedTuple):
@@ -39,10 +41,14 @@ def pack(batch: Batch) -> PackedBatch:
     return PackedBatch(header, dict(_tensors(batch)))
 
 
-def unpack(packed: PackedBatch) -> Batch:
-    """Returns the batch that was packed; KeyError or TypeError for something else."""
+def unpack(packed: PackedBatch, device: torch.device = _HOST) -> Batch:
+    """Returns the batch that was packed, on a device; KeyError or TypeError for something else."""
     cls, spec_class = KINDS[packed.header["kind"]]
-    return cls(spec=spec_class(**packed.header["spec"]), **_fields(packed.tensors))
+    tensors = {
+        name: tensor if name in _ON_HOST else tensor.to(device)
+        for name, tensor in packed.tensors.items()
+    }
+    return cls(spec=spec_class(**packed.header["spec"]), **_fields(tensors))
 
 
 def _tensors(owner: Batch | Conditioning, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -60,12 +66,12 @@ def _fields(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     conditionings: dict[str, dict[str, Any]] = {}
     for name, value in tensors.items():
-        owner, _, own = name.rpartition(".")
+        owner, _, field = name.rpartition(".")
         target = conditionings.setdefault(owner, {}) if owner else fields
-        target[own] = value
-    for owner, found in conditionings.items():
-        sizes = _sizes_from_tensor(found.pop(_SIZES, None))
-        fields[owner] = Conditioning(**found, image_sizes=sizes)
+        target[field] = value
+    for owner, values in conditionings.items():
+        sizes = _sizes_from_tensor(values.pop(_SIZES, None))
+        fields[owner] = Conditioning(**values, image_sizes=sizes)
     return fields
 
 
@@ -74,9 +80,16 @@ def _sizes_to_tensor(sizes: tuple[ImageSizes, ...]) -> Tensor | None:
     if not sizes:
         return None
     most = max(map(len, sizes))
-    return torch.tensor([[*own, *itertools.repeat((0, 0), most - len(own))] for own in sizes])
+    return torch.tensor(
+        [
+            [*prompt_sizes, *itertools.repeat((0, 0), most - len(prompt_sizes))]
+            for prompt_sizes in sizes
+        ]
+    )
 
 
 def _sizes_from_tensor(tensor: Tensor | None) -> tuple[ImageSizes, ...]:
     listed = [] if tensor is None else tensor.tolist()
-    return tuple(tuple((rows, columns) for rows, columns in own if rows) for own in listed)
+    return tuple(
+        tuple((rows, columns) for rows, columns in prompt_sizes if rows) for prompt_sizes in listed
+    )

@@ -58,8 +58,8 @@ class ProgressBar:
         if not self._shown:
             bar.set_description("training", refresh=False)
             bar.initial = bar.n = bar.last_print_n = step
-        found = {name: f"{metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics}
-        self._shown |= found
+        numbers = {name: f"{metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics}
+        self._shown |= numbers
         bar.set_postfix(self._shown, refresh=False)
         bar.update(step - bar.n)
 

@@ -41,7 +41,8 @@ def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
 
 def save_rollout(path: Path, rollout: SavedRollout) -> None:
     """Writes a rollout, whole or not at all."""
-    packed, rewards = pack(rollout.batch), rollout.rewards
+    packed = pack(rollout.batch)
+    rewards = rollout.rewards
     tensors = {**packed.tensors, f"{_REWARD}total": rewards.total, f"{_REWARD}valid": rewards.valid}
     tensors |= {f"{_PART}{name}": values for name, values in rewards.parts.items()}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -75,30 +76,31 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
         tensors = load_file(path)
         total, valid = (tensors.pop(f"{_REWARD}{name}") for name in ("total", "valid"))
         names = [name for name in tensors if name.startswith(_PART)]
-        parts = {name.removeprefix(_PART): tensors.pop(name) for name in names}
-        columns = {name: tensor.to(device) for name, tensor in tensors.items()}
-        batch = unpack(PackedBatch(header, columns))
-        return SavedRollout(batch, Rewards(total=total, valid=valid, parts=parts), header["origin"])
+        columns = {name.removeprefix(_PART): tensors.pop(name) for name in names}
+        batch = unpack(PackedBatch(header, tensors), device)
+        return SavedRollout(
+            batch, Rewards(total=total, valid=valid, parts=columns), header["origin"]
+        )
 
 
 def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
     """Returns the saved steps of a process, in order; all processes must have all of them."""
     folder = _inside(folder)
-    found = {path.name for path in folder.glob(_FILES)}
-    if not found:
+    names = {path.name for path in folder.glob(_FILES)}
+    if not names:
         name = rollout_path(folder, 1, rank, count).name
         raise ValueError(
             f"data.replay_dir={folder} has no file such as {name}: save some with "
             "trainer.save_rollouts"
         )
-    steps = range(1, max(int(name.split("_")[1]) for name in found) + 1)
-    wanted = {rollout_path(folder, step, r, count).name for step in steps for r in range(count)}
-    if found != wanted:
-        first = min(found ^ wanted)
+    steps = range(1, max(int(name.split("_")[1]) for name in names) + 1)
+    expected = {rollout_path(folder, step, r, count).name for step in steps for r in range(count)}
+    if names != expected:
+        first = min(names ^ expected)
         raise ValueError(
             f"data.replay_dir={folder} must hold steps 1 to {steps[-1]} of {count} process(es), as "
             f"many as train now, and nothing else; {first} is "
-            f"{'missing' if first in wanted else 'of another number of processes'}"
+            f"{'missing' if first in expected else 'of another number of processes'}"
         )
     return [rollout_path(folder, step, rank, count) for step in steps]
 
@@ -120,22 +122,16 @@ def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) 
 
     What is not known of the origin may be left out. Tensors are not read.
     """
-    here = json.loads(json.dumps(dataclasses.asdict(spec) | dict(origin)))
-    # A rollout of an older version lacks settings that came later, and was sampled without them.
-    defaults = {
-        field.name: field.default
-        for field in dataclasses.fields(spec)
-        if field.default is not dataclasses.MISSING
-    }
+    expected = json.loads(json.dumps(dataclasses.asdict(spec) | dict(origin)))
     for path in paths:
-        there = read_header(path)
+        header = read_header(path)
         precision = {"dtype": spec.dtype, "tf32": spec.tf32}
         # JSON has lists for tuples.
-        found = json.loads(json.dumps(defaults | there["spec"] | there["origin"] | precision))
+        saved = json.loads(json.dumps(header["spec"] | header["origin"] | precision))
         different = [
-            f"{key}: {found.get(key)!r} there, {here.get(key)!r} here"
-            for key in here.keys() | there["spec"].keys()
-            if found.get(key) != here.get(key)
+            f"{key}: {saved.get(key)!r} there, {expected.get(key)!r} here"
+            for key in expected.keys() | header["spec"].keys()
+            if saved.get(key) != expected.get(key)
         ]
         if different:
             raise ValueError(

@@ -19,10 +19,10 @@ from typing import Any, TextIO
 import torch
 import yaml
 
-from flowgrpo_rc.assets import with_all_references, with_references
+from flowgrpo_rc.assets import with_references
 from flowgrpo_rc.files import TEMPORARY, write_atomic
 from flowgrpo_rc.records.checkpoint import PARTIAL
-from flowgrpo_rc.records.inputs import Input, changed_inputs, of_setting, same_content, write_inputs
+from flowgrpo_rc.records.inputs import Input, changed_inputs, same_content, write_inputs
 from flowgrpo_rc.redaction import redact, redact_command
 
 _PACKAGES = "flowgrpo-rc torch diffusers transformers peft accelerate rapidocr"
@@ -30,11 +30,11 @@ _PACKAGES = "flowgrpo-rc torch diffusers transformers peft accelerate rapidocr"
 # The length of the run is checked by itself.
 _FREE = """
     trainer.total_training_steps trainer.max_time trainer.deterministic trainer.logger
-    trainer.save_freq trainer.resume_mode trainer.accept_changed_inputs trainer.output_dir
+    trainer.save_freq trainer.resume_mode trainer.output_dir
     trainer.max_checkpoints_to_keep trainer.suites trainer.experiment_name trainer.project_name
     trainer.save_rollouts trainer.num_processes trainer.strategy trainer.timeout_s
     trainer.sample_freq trainer.patience trainer.export_freq trainer.push_to_hub
-    model.decode_batch_size model.onednn model.prompt_cache data.allow_overlap
+    model.decode_batch_size model.prompt_cache data.allow_overlap
     actor.ppo_micro_batch_size_per_gpu actor.steps_per_forward
     rollout.micro_batch_size_per_gpu rollout.merge_lora rollout.workers rollout.cpus_per_worker
     rollout.gpus_per_worker rollout.ray_address rollout.worker_timeout_s rollout.max_restarts
@@ -45,9 +45,9 @@ _FREE = """
 class RunFolder:
     """The paths of a run.
 
-    They are config.yaml, environment.json, inputs.json, metrics.jsonl, health.jsonl, rejected.jsonl
-    with the pictures in rejected/, samples/, checkpoints/, lora/, lora_best/, rollouts/ if asked
-    for, suites/ after an evaluation by suites, and debug/ after an update that failed.
+    They are config.yaml, environment.json, inputs.json, metrics.jsonl, health.jsonl,
+    rejected.jsonl, samples/, checkpoints/, lora/, lora_best/, rollouts/ if asked for, suites/ after
+    an evaluation by suites, and debug/ after an update that failed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -57,8 +57,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.health = root / "health.jsonl"
         self.samples = root / "samples"
-        self.rejected_rows = root / "rejected.jsonl"
-        self.rejected = root / "rejected"
+        self.rejected = root / "rejected.jsonl"
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
         self.lora_best = root / "lora_best"
@@ -107,9 +106,9 @@ class RunFolder:
         device: torch.device,
         processes: int,
         inputs: Mapping[str, Input],
-        further: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes config.yaml, environment.json with `further`, and inputs.json."""
+        """Writes config.yaml, environment.json with `facts`, and inputs.json."""
         self.write_settings(config)
         write_inputs(self.inputs, inputs)
         # `python -m` gives the path of a file of this package; a script of the user's has its name.
@@ -127,7 +126,7 @@ class RunFolder:
             "packages": {name: _version(name) for name in _PACKAGES.split()},
             "started": datetime.now().astimezone().isoformat(timespec="minutes"),
         }
-        environment |= {name: value for name, value in (further or {}).items() if value}
+        environment |= {name: value for name, value in (facts or {}).items() if value}
         if (commit := _commit()) is not None:
             environment["git"] = commit
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
@@ -143,42 +142,35 @@ class RunFolder:
         stored: Mapping[str, Any],
         config: Mapping[str, Any],
         inputs: Mapping[str, Input],
-        *,
-        accept_inputs: bool = False,
     ) -> None:
         """Raises ValueError unless `config` trains what `stored` has, for however many steps.
 
-        Another path is the same setting if its content is the same. `accept_inputs` allows other
-        contents, and with them other paths.
+        Another path is the same setting if its content is the same.
         """
         free = tuple(_FREE.split())
-        there = flat_settings(with_all_references(redact(stored)))
-        here = flat_settings(with_all_references(redact(config)))
+        stored_settings = flat_settings(with_references(redact(stored)))
+        new_settings = flat_settings(with_references(redact(config)))
         settings = [
-            f"{key}: {there.get(key)!r} there, {here.get(key)!r} now"
-            for key in sorted(there.keys() | here.keys())
-            if there.get(key) != here.get(key)
+            f"{key}: {stored_settings.get(key)!r} there, {new_settings.get(key)!r} now"
+            for key in sorted(stored_settings.keys() | new_settings.keys())
+            if stored_settings.get(key) != new_settings.get(key)
             and not key.startswith(free)
             and not same_content(self.inputs, key, inputs)
-            and not (accept_inputs and of_setting(key, inputs))
         ]
-        contents = [] if accept_inputs else changed_inputs(self.inputs, inputs)
+        contents = changed_inputs(self.inputs, inputs)
         if settings or contents:
             raise self._other_run([*settings, *contents], "settings" if settings else "inputs")
 
-    def check_same_inputs(self, inputs: Mapping[str, Input], *, accept: bool) -> list[str]:
-        """Returns what has changed since the run began; ValueError unless that is accepted."""
+    def check_same_inputs(self, inputs: Mapping[str, Input]) -> None:
+        """Raises ValueError if the content of an input has changed since the run began."""
         changed = changed_inputs(self.inputs, inputs)
-        if changed and not accept:
+        if changed:
             raise self._other_run(changed, "inputs")
-        return changed
 
-    def _other_run(self, differences: list[str], others: str) -> ValueError:
-        accept = "; trainer.accept_changed_inputs=true goes on all the same"
+    def _other_run(self, differences: list[str], kind: str) -> ValueError:
         return ValueError(
-            f"{self.root} holds a run with other {others} ({'; '.join(differences[:5])}). Another "
+            f"{self.root} holds a run with other {kind} ({'; '.join(differences[:5])}). Another "
             "trainer.output_dir starts a fresh run; so does this one once that folder is deleted"
-            f"{accept if others == 'inputs' else ''}"
         )
 
     def sweep(self) -> None:

@@ -38,7 +38,7 @@ class RunLog:
         self._speed = speed
         self._observers = observers
         self._rows = MetricsFile(folder.metrics)
-        self._rejected = MetricsFile(folder.rejected_rows)
+        self._rejected = MetricsFile(folder.rejected)
         self._health = MetricsFile(folder.health)
         self._missed: set[str] = set()
 
@@ -78,5 +78,7 @@ class RunLog:
         except Exception as error:
             if name not in self._missed:
                 self._missed.add(name)
-                told = f"{name} cannot be written, and the run goes on without (said once): {error}"
-                logger.warning("%s", told, exc_info=not isinstance(error, OSError))
+                warning = (
+                    f"{name} cannot be written, and the run goes on without (said once): {error}"
+                )
+                logger.warning("%s", warning, exc_info=not isinstance(error, OSError))

@@ -1,8 +1,8 @@
-"""Grids of sampled images or videos with captions, and thumbnails.
+"""Grids of sampled images or videos with captions.
 
 Evaluations use the same prompts and seeds each time, so two grids can be compared.
 
-Shapes: N samples, F frames of a video, H x W pixels, h x w pixels of a thumbnail.
+Shapes: N samples, F frames of a video, H x W pixels.
 """
 
 import io
@@ -22,7 +22,6 @@ from flowgrpo_rc.pictures import read_picture
 from flowgrpo_rc.reading import blaming, parse_mapping
 from flowgrpo_rc.records.metrics_file import as_json
 
-THUMBNAIL = 128  # pixels of its longer side
 _COLUMNS = 8
 _MIN_SIDE = 128
 _MAX_SIDE = 256
@@ -39,23 +38,23 @@ class Shown(NamedTuple):
     """The part of a batch's samples that people may see; empty if they come from files."""
 
     prompts: Sequence[Prompt] = ()
-    samples: Sequence[np.ndarray | str | None] = ()  # thumbnails [h, w, 3] uint8, or texts
+    texts: Sequence[str] = ()  # empty for images and videos
     facts: PictureFacts | None = None  # of pictures that were decoded
 
     @classmethod
     def of(cls, samples: Any, prompts: Sequence[Prompt]) -> "Shown":
         """Takes what is kept of a chunk's samples: images, videos or texts; None if not decoded."""
         if samples is None:
-            return cls(prompts, [None] * len(prompts))
+            return cls(prompts)
         if not isinstance(samples, np.ndarray):
             return cls(prompts, list(samples))
-        return cls(prompts, [*map(thumbnail, samples)], PictureFacts.of(samples))
+        return cls(prompts, facts=PictureFacts.of(samples))
 
     def select(self, index: Sequence[int]) -> "Shown":
         """Returns what is kept of the samples at the positions `index`."""
         return Shown(
             [self.prompts[row] for row in index],
-            [self.samples[row] for row in index],
+            [self.texts[row] for row in index] if self.texts else (),
             None if self.facts is None else PictureFacts(*(c[[*index]] for c in self.facts)),
         )
 
@@ -65,7 +64,7 @@ class Shown(NamedTuple):
         facts = [chunk.facts for chunk in chunks if chunk.facts is not None]
         return cls(
             [prompt for chunk in chunks for prompt in chunk.prompts],
-            [sample for chunk in chunks for sample in chunk.samples],
+            [text for chunk in chunks for text in chunk.texts],
             PictureFacts.join(facts) if facts else None,
         )
 
@@ -76,7 +75,7 @@ class Tile(NamedTuple):
     image: Image.Image
     subject: str
     score: str
-    prompt: str  # the subject, in files of older versions
+    prompt: str
 
 
 def image_grid(
@@ -102,27 +101,27 @@ def image_grid(
         draw.text(
             (left + tile.width / 2, top + tile.height + 3), text, fill=_INK, font=font, anchor="mt"
         )
-    found = {"size": tiles[0].size, "columns": columns, "captions": [*captions]}
-    grid.info[_TILES] = json.dumps(found | {"prompts": [*prompts]})
+    layout = {"size": tiles[0].size, "columns": columns, "captions": [*captions]}
+    grid.info[_TILES] = json.dumps(layout | {"prompts": [*prompts]})
     return grid
 
 
 def read_grid(path: Path) -> list[Tile]:
-    """Returns the images of a file of `save_grid`, none if an older version has written it.
+    """Returns the images of a file of `save_grid`.
 
     Raises ValueError if the file is damaged or has too many pixels, or no such images are in it.
     """
     with blaming(path):
         with Image.open(path) as grid:
             grid.load()
-        return _tiles(grid, parse_mapping(grid.info[_TILES])) if _TILES in grid.info else []
+        return _tiles(grid, parse_mapping(grid.info[_TILES]))
 
 
-def _tiles(grid: Image.Image, found: Mapping[str, Any]) -> list[Tile]:
-    width, height = found["size"]
-    columns = found["columns"]
-    captions = found["captions"]
-    prompts = found.get("prompts") or [caption.rpartition(" ")[0] for caption in captions]
+def _tiles(grid: Image.Image, layout: Mapping[str, Any]) -> list[Tile]:
+    width, height = layout["size"]
+    columns = layout["columns"]
+    captions = layout["captions"]
+    prompts = layout.get("prompts") or [caption.rpartition(" ")[0] for caption in captions]
     if not (width > 0 and 0 < columns * (width + _GAP) < grid.width):
         raise ValueError(f"it has no {columns} columns of images of {width} pixels")
     if not (height > 0 and -(-len(captions) // columns) * height < grid.height):
@@ -136,18 +135,6 @@ def _tiles(grid: Image.Image, found: Mapping[str, Any]) -> list[Tile]:
         image = grid.crop((left, top, left + width, top + height))
         tiles.append(Tile(image, subject, score, prompt))
     return tiles
-
-
-def thumbnail(sample: np.ndarray) -> np.ndarray:
-    """Returns a small copy [h, w, 3] of an image [H, W, 3] or a video [F, H, W, 3].
-
-    A video becomes three frames side by side. An image that is small already is returned itself.
-    """
-    if sample.ndim == 4:
-        last = len(sample) - 1
-        return np.concatenate([thumbnail(frame) for frame in sample[[0, last // 2, last]]], 1)
-    factor = -(-max(sample.shape[:2]) // THUMBNAIL)
-    return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
 
 
 def save_grid(

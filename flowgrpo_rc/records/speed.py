@@ -23,7 +23,8 @@ class SpeedWatch:
         """Returns what to tell the user when steps begin to be slow; None otherwise."""
         if SPEED not in metrics:
             return None
-        earlier, was_slow = self._rows, self._is_slow
+        earlier = self._rows
+        was_slow = self._is_slow
         self._rows = [*earlier, metrics]
         if len(earlier) < _LEAST:
             return None
@@ -31,13 +32,15 @@ class SpeedWatch:
         self._is_slow = metrics[SPEED] * _SLOW < usual
         if was_slow or not self._is_slow:
             return None
-        phase, now, before = _slowest(metrics, earlier)
+        phase, seconds, before = _slowest(metrics, earlier)
         # Two digits, without an exponent.
-        made, often = (f"{float(f'{speed:.2g}'):g}" for speed in (metrics[SPEED], usual))
+        shown_speed, shown_usual = (
+            f"{float(f'{speed:.2g}'):g}" for speed in (metrics[SPEED], usual)
+        )
         return (
-            f"slow: step {step} made {made} samples/s, less than a third of "
-            f"the median of this run, {often}. Most of it went into "
-            f"{phase} ({now:.1f} s, before {before:.1f} s). {self._advice(phase)}"
+            f"slow: step {step} made {shown_speed} samples/s, less than a third of "
+            f"the median of this run, {shown_usual}. Most of it went into "
+            f"{phase} ({seconds:.1f} s, before {before:.1f} s). {self._advice(phase)}"
         )
 
     def _advice(self, phase: str) -> str:

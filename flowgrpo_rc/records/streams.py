@@ -42,9 +42,11 @@ class _Outlet(io.FileIO):
 
 
 def _lasting(number: int, stream: TextIO | None) -> TextIO:
-    encoding, errors = "utf-8", "replace"
+    encoding = "utf-8"
+    errors = "replace"
     if stream is not None:  # as it is if it was closed at the start
-        encoding, errors = stream.encoding, stream.errors or "strict"
+        encoding = stream.encoding
+        errors = stream.errors or "strict"
         with suppress(OSError):
             stream.flush()
     buffer = io.BufferedWriter(_Outlet(number, "w", closefd=False))

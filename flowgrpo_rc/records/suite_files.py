@@ -60,7 +60,7 @@ def read_suite_results(folder: Path) -> Iterator[StoredResult]:
                 path.stem,
                 int(row["prompts"]),
                 int(row["seeds"]),
-                SuiteProtocol(row.get("sampler", {}), str(row.get("digest", ""))),
+                SuiteProtocol(row["sampler"], str(row["digest"])),
                 _read(row["comparisons"]),
                 _read(row["groups"]),
             )
@@ -73,17 +73,17 @@ def _scores(scores: SuiteScores) -> dict[str, list[list[float]]]:
 def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Any]:
     rows = {}
     for name, (*estimates, count) in comparisons.items():
-        ends = [one._asdict() for one in estimates]
+        ends = [estimate._asdict() for estimate in estimates]
         rows[name] = dict(zip(_POLICIES, ends, strict=True)) | {"count": count}
     return rows
 
 
 def _read(rows: Mapping[str, Any]) -> dict[str, PolicyComparison]:
-    found = {}
+    comparisons = {}
     for name, row in rows.items():
         base, tuned, change = (_estimate(row[policy]) for policy in _POLICIES)
-        found[str(name)] = PolicyComparison(base, tuned, change, int(row["count"]))
-    return found
+        comparisons[str(name)] = PolicyComparison(base, tuned, change, int(row["count"]))
+    return comparisons
 
 
 def _estimate(row: Mapping[str, Any]) -> Estimate:

@@ -123,10 +123,10 @@ class Trackers:
 
     def alert(self, step: int, text: str) -> None:
         """Sends a warning to the people who watch the run, if a tracker can, as wandb does."""
-        told = {"title": f"step {step}: rollout correction", "text": text, "level": "WARN"}
+        alert = {"title": f"step {step}: rollout correction", "text": text, "level": "WARN"}
         if "wandb" in self._running:
             with self._surviving("wandb"):
-                self._running["wandb"].tracker.alert(**told, wait_duration=0)
+                self._running["wandb"].tracker.alert(**alert, wait_duration=0)
 
     def finish(self) -> None:
         """Ends the trackers."""

@@ -45,13 +45,13 @@ def held_out_pictures(run_dir: Path) -> dict[str, list[Image.Image]]:
     Either is absent without its evaluation. `info` of a picture holds `subject` and `score`.
     """
     files = folder.sample_files(run_dir, "png")
-    found: dict[str, list[Image.Image]] = {}
+    pictures: dict[str, list[Image.Image]] = {}
     for name, (_, path) in zip(("before", "after"), files, strict=False):
-        found[name] = []
+        pictures[name] = []
         for tile in read_grid(path):
             tile.image.info = {"subject": tile.subject, "score": tile.score}
-            found[name].append(tile.image)
-    return found
+            pictures[name].append(tile.image)
+    return pictures
 
 
 def _rows(run_dir: Path) -> list[dict[str, Any]]:

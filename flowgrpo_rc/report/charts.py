@@ -36,7 +36,8 @@ class Series:
     def moves(self) -> bool:
         """Whether the line is not level."""
         values = known(self.points)
-        low, high = min(values, default=0.0), max(values, default=0.0)
+        low = min(values, default=0.0)
+        high = max(values, default=0.0)
         return high - low > _CONSTANT * max(abs(low), abs(high))
 
 
@@ -77,7 +78,7 @@ class Chart:
             return "no value above zero" if self.log_y else "no finite value"
         names = [f"{line.name} " if len(lines) > 1 else "" for line in lines]
         values = [known(line.points) for line in lines]
-        words = [name + shown(found[0]) for name, found in zip(names, values, strict=True)]
+        words = [name + shown(ys[0]) for name, ys in zip(names, values, strict=True)]
         points = max(map(len, values))
         first = lines[0].points[0][0]
         where = f"all {points} {self.x_name}s" if points > 1 else f"{self.x_name} {first:.10g}"
@@ -87,34 +88,36 @@ class Chart:
         """Returns what page.js draws: the numbers of a line have seven digits."""
         tables = []
         for line in self.lines:
-            kept = _thinned(line.points)
-            ys = [None if y is None else float(f"{y:.7g}") for _, y in kept]
-            tables.append([[x for x, _ in kept], ys])
-        series = [{"name": one.name, "color": one.color, "faint": one.faint} for one in self.lines]
+            points = _thinned(line.points)
+            ys = [None if y is None else float(f"{y:.7g}") for _, y in points]
+            tables.append([[x for x, _ in points], ys])
+        series = [
+            {"name": line.name, "color": line.color, "faint": line.faint} for line in self.lines
+        ]
         axes = {"x": self.x_name, "log": self.log_y, "thresholds": list(self.thresholds)}
         return {**axes, "series": series, "tables": tables}
 
 
 def merged(charts: Sequence[Chart]) -> list[Chart]:
     """Returns the charts; those that draw the same curves are one, with the titles of all."""
-    found: dict[tuple[Any, ...], Chart] = {}
+    by_curves: dict[tuple[Any, ...], Chart] = {}
     for chart in charts:
         # Levels may be equal by chance, as many fractions are 0.
         curves = tuple((line.color, *line.points) for line in chart.lines if chart.moves)
         key = curves or (chart.title,)
-        first = found.get(key)
+        first = by_curves.get(key)
         title = f"{first.title} = {chart.title}" if first else chart.title
-        found[key] = replace(first or chart, title=title)
-    return list(found.values())
+        by_curves[key] = replace(first or chart, title=title)
+    return list(by_curves.values())
 
 
 def _joined(lines: Sequence[Series]) -> list[Series]:
-    found: dict[tuple[Any, ...], Series] = {}
+    by_points: dict[tuple[Any, ...], Series] = {}
     for line in lines:
         key = (line.faint, *line.points)
-        name = f"{found[key].name} = {line.name}" if key in found else line.name
-        found[key] = replace(found.get(key, line), name=name)
-    return list(found.values())
+        name = f"{by_points[key].name} = {line.name}" if key in by_points else line.name
+        by_points[key] = replace(by_points.get(key, line), name=name)
+    return list(by_points.values())
 
 
 def smoothed(line: Series, color: int | None = None) -> list[Series]:
@@ -145,9 +148,9 @@ def _thinned(points: Points) -> Points:
     if len(points) <= _MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / _MAX_POINTS)
-    kept = {points[0], points[-1]}
+    extremes = {points[0], points[-1]}
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
         finite = [(y, x) for x, y in stretch if y is not None]
-        kept |= {(x, y) for y, x in (min(finite), max(finite))} if finite else {stretch[0]}
-    return sorted(kept, key=lambda point: point[0])
+        extremes |= {(x, y) for y, x in (min(finite), max(finite))} if finite else {stretch[0]}
+    return sorted(extremes, key=lambda point: point[0])

@@ -89,34 +89,35 @@ def _read(folders: Sequence[Path]) -> list[ComparedRun]:
         if len(set(titles)) < len(titles):
             titles = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
     runs = []
-    for title, folder, config, own in zip(titles, folders, configs, rows, strict=True):
+    for title, folder, config, run_rows in zip(titles, folders, configs, rows, strict=True):
         with blaming(f"{folder}: config.yaml or environment.json"):
-            told = facts(config, files.environment(folder), own)
-        runs.append(ComparedRun(title, folder, own, dict(files.leaves(config)), told))
+            run_facts = facts(config, files.environment(folder), run_rows)
+        runs.append(ComparedRun(title, folder, run_rows, dict(files.leaves(config)), run_facts))
     return runs
 
 
 def _outcome(runs: Sequence[ComparedRun]) -> str:
     last = [(run.name, ends(run.rows, "val/reward")) for run in runs]
-    told = [f"{name} {pair[1]:.4f}" for name, pair in last if pair is not None]
-    return f"Last held-out reward: {', '.join(told)}" if told else "No held-out reward yet"
+    rewards = [f"{name} {pair[1]:.4f}" for name, pair in last if pair is not None]
+    return f"Last held-out reward: {', '.join(rewards)}" if rewards else "No held-out reward yet"
 
 
 def _caveat(runs: Sequence[ComparedRun]) -> str:
-    found = _differences([run._replace(settings=_evaluation(run.settings)) for run in runs])
-    keys = ", ".join(key for key, *_ in found)
-    told = f"The runs were not evaluated alike ({keys}): their held-out numbers say nothing "
-    return f"{told}about each other." if keys else ""
+    differences = _differences([run._replace(settings=_evaluation(run.settings)) for run in runs])
+    keys = ", ".join(key for key, *_ in differences)
+    caveat = f"The runs were not evaluated alike ({keys}): their held-out numbers say nothing "
+    return f"{caveat}about each other." if keys else ""
 
 
 def _evaluation(settings: Mapping[str, str]) -> dict[str, str]:
     """Returns what held-out numbers follow from; a null takes the value of the training."""
-    found = {key: value for key, value in settings.items() if key.startswith(_EVALUATION)}
+    evaluation = {key: value for key, value in settings.items() if key.startswith(_EVALUATION)}
     for name in SAMPLED:
-        own, training = f"rollout.val_kwargs.{name}", f"rollout.pipeline.{name}"
-        if found.get(own, "None") == "None" and training in settings:
-            found[own] = settings[training]
-    return found
+        key = f"rollout.val_kwargs.{name}"
+        training = f"rollout.pipeline.{name}"
+        if evaluation.get(key, "None") == "None" and training in settings:
+            evaluation[key] = settings[training]
+    return evaluation
 
 
 def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:
@@ -142,8 +143,8 @@ def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:
 
 def _differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    found = [[key, *(run.settings.get(key, _ABSENT) for run in runs)] for key in keys]
-    return [row for row in found if len(set(row[1:])) > 1]
+    values = [[key, *(run.settings.get(key, _ABSENT) for run in runs)] for key in keys]
+    return [row for row in values if len(set(row[1:])) > 1]
 
 
 def _settings(runs: Sequence[ComparedRun]) -> list[list[str]]:
@@ -159,7 +160,8 @@ def _settings(runs: Sequence[ComparedRun]) -> list[list[str]]:
 def _samples(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Returns the samples from before training and of each run's last evaluation, if any."""
     before: dict[bytes, tuple[ComparedRun, Path]] = {}  # alike of runs from one model
-    grids, tables = [], []
+    grids = []
+    tables = []
     for run in runs:
         pictures = files.sample_files(run.folder, "png")
         if pictures[1:] and pictures[0][0] == "Step 0":
@@ -173,18 +175,20 @@ def _samples(runs: Sequence[ComparedRun]) -> dict[str, Any]:
         is_base = run.settings.get("model.lora_path", "None") == "None"
         words = "base model" if is_base else "before training"
         firsts.append((words if len(before) == 1 else f"{run.name}, {words}", path))
-    found = files.side_by_side(firsts + grids) if grids else {}
-    return found | ({"tables": tables} if tables else {})
+    samples = files.side_by_side(firsts + grids) if grids else {}
+    return samples | ({"tables": tables} if tables else {})
 
 
 def _rewards(runs: Sequence[ComparedRun]) -> list[Chart]:
     wholes = {"val/reward": "Held-out reward", "reward/mean": "Training reward"}
-    parts = {
+    names = {
         name for run in runs for at in ("val/", "reward/") for name in names_below(run.rows, at)
     }
-    others = [name for name in sorted(parts - set(wholes)) if not name.endswith("failed_fraction")]
+    further_names = [
+        name for name in sorted(names - set(wholes)) if not name.endswith("failed_fraction")
+    ]
     charts = [_overlay(runs, title, name, word="reward") for name, title in wholes.items()]
-    return merged(charts + [_overlay(runs, name, name) for name in others])
+    return merged(charts + [_overlay(runs, name, name) for name in further_names])
 
 
 def _overlays(
@@ -204,7 +208,7 @@ def _overlay(
     # A run without the metric keeps an empty line, so that the others keep their colours.
     lines = [Series(name=run.name, points=points_of(run.rows, name)) for run in runs]
     if name.startswith("reward/"):
-        lines = [part for index, line in enumerate(lines) for part in smoothed(line, index)]
+        lines = [piece for index, line in enumerate(lines) for piece in smoothed(line, index)]
     return Chart(title=title, series=lines, log_y=log_y, word=word)
 
 

@@ -1,14 +1,12 @@
 """The report's charts about rollout correction: curves, timesteps, rejected samples."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flowgrpo_rc.monitoring.health_rules import FAULT, MOST_CLIPPED
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.records.rejected import in_words
 from flowgrpo_rc.report.charts import Chart, Series
 from flowgrpo_rc.report.series import Row, charts_of, clip_band, series_of
 
@@ -35,7 +33,6 @@ _MISMATCH = (
     "policy_drift_abs_mean",
 )
 _TIMESTEP = re.compile(r"(?:.*/)?logprob_abs_diff/ts_(\d+)")
-_MAX_CARDS = 12
 
 
 def curves(rows: Sequence[Row]) -> list[Chart]:
@@ -58,11 +55,14 @@ def curves(rows: Sequence[Row]) -> list[Chart]:
 
 def timesteps(rows: Sequence[Row]) -> Chart | str:
     """Returns the difference by timestep over the whole run; or why there is none."""
-    found = _by_step(rows)
+    differences = _by_step(rows)
     means = mean_by_timestep(rows)
     if not means:
         return "The run reports no difference by timestep."
-    points = [(t, max(here[t] for here in found.values() if t in here)) for t, _ in means]
+    points = [
+        (t, max(by_timestep[t] for by_timestep in differences.values() if t in by_timestep))
+        for t, _ in means
+    ]
     if not any(value > 0 for _, value in points):
         return "The difference is exactly zero at every timestep."
     words, band = clip_band(rows)
@@ -87,37 +87,37 @@ def timestep_chart(series: Sequence[Series], note: str, band: Sequence[float] = 
 
 def mean_by_timestep(rows: Sequence[Row]) -> list[tuple[int, float]]:
     """Returns each timestep with its |difference|, averaged over training steps."""
-    found: dict[int, list[float]] = {}
-    for here in _by_step(rows).values():
-        for t, value in here.items():
-            found.setdefault(t, []).append(value)
-    return [(t, sum(values) / len(values)) for t, values in sorted(found.items())]
+    values_at: dict[int, list[float]] = {}
+    for by_timestep in _by_step(rows).values():
+        for t, value in by_timestep.items():
+            values_at.setdefault(t, []).append(value)
+    return [(t, sum(values) / len(values)) for t, values in sorted(values_at.items())]
 
 
 def _by_step(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
-    found: dict[int, dict[int, float]] = {}
+    differences: dict[int, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
             match = _TIMESTEP.fullmatch(name)
             if match is not None and value is not None:
-                found.setdefault(row["step"], {})[int(match[1])] = value
-    return found
+                differences.setdefault(row["step"], {})[int(match[1])] = value
+    return differences
 
 
-def rejected(run_dir: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the largest difference of each step's rejected samples, and the newest of these."""
+def rejected(run_dir: Path, rows: Sequence[Row]) -> Chart | None:
+    """Returns the largest difference of each step's rejected samples; None without any."""
     file = MetricsFile(run_dir / "rejected.jsonl")
     largest: dict[str, dict[int, float | None]] = {}
     with blaming(file.path):
-        found = file.rows()
-        for row in found:
-            first = row["reasons"][0]["criterion"] if row["reasons"] else "rejected"
-            by_step = largest.setdefault(str(first), {})
+        for row in file.rows():
+            criterion = row["reasons"][0]["criterion"] if row["reasons"] else "rejected"
+            by_step = largest.setdefault(str(criterion), {})
             size = None if row["log_ratio"] is None else abs(float(row["log_ratio"]))
-            by_step[row["step"]] = max(size, by_step.get(row["step"]), key=lambda one: one or 0.0)
-        cards = [_card(run_dir, row) for row in found[-_MAX_CARDS:]]
+            by_step[row["step"]] = max(size, by_step.get(row["step"]), key=lambda y: y or 0.0)
+    if not largest:
+        return None
     words, band = clip_band(rows)
-    chart = Chart(
+    return Chart(
         title="Largest rejected difference",
         series=[Series(name=name, points=list(by.items())) for name, by in largest.items()],
         note=f"|log-ratio| of the worst rejected sample of a step, by criterion{words}",
@@ -125,19 +125,3 @@ def rejected(run_dir: Path, rows: Sequence[Row]) -> dict[str, Any]:
         thresholds=band,
         word="rejection",
     )
-    return {"chart": chart, "cards": cards, "total": len(found)}
-
-
-def _card(run_dir: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    where = f"timestep {row['timestep']}" if "timestep" in row else f"token {row['position']}"
-    lines = [in_words(reason) for reason in row["reasons"]]
-    for name, value in (("log-ratio", row["log_ratio"]), ("reward", row["reward"])):
-        lines += [] if value is None else [f"{name} {value:.3g}"]
-    # Only the name, so that no page shows a file from elsewhere.
-    picture = run_dir / "rejected" / Path(row.get("picture") or "none").name
-    return {
-        "heading": f"Step {row['step']}, {where}",
-        "lines": lines,
-        "texts": [text for text in (row["prompt"], row.get("text")) if text],
-        "picture": picture.read_bytes() if picture.is_file() else None,
-    }

@@ -24,7 +24,9 @@ def facts(
     text = get("model.kind") == "causal_lm"
     loss = get("actor.token_loss" if text else "actor.diffusion_loss") or {}
     correction = get("algorithm.rollout_correction") or {}
-    rank, seed, started = get("model.lora_rank"), get("trainer.seed"), environment.get("started")
+    rank = get("model.lora_rank")
+    seed = get("trainer.seed")
+    started = environment.get("started")
     packages = (environment.get("packages") or {}) | {"git": environment.get("git")}
     versions = [f"{name} {packages[name]}" for name in _VERSIONS if packages.get(name)]
     lines = [
@@ -47,50 +49,51 @@ def facts(
 
 
 def told(
-    config: Mapping[str, Any], given: Mapping[str, Any], *, has_mode: bool, first_prompt: str = ""
+    config: Mapping[str, Any], start: Mapping[str, Any], *, has_mode: bool, first_prompt: str = ""
 ) -> str:
     """Returns what a run with these settings would train, a line for each fact.
 
     Args:
       config: the settings of the run.
-      given: those that it was started with, where it decided something itself.
+      start: those that it was started with, where it decided something itself.
       has_mode: whether it has log-probs to correct, in bypass or decoupled mode.
       first_prompt: the first prompt of a language model, as tokens.
     """
     shown = facts(config, {"first_prompt": first_prompt}, [])
     lines = {name: value for _, name, value in shown}
     if has_mode:
-        parts = ratio(config, given)
+        ratio_lines = ratio(config, start)
         first = {name: lines[name] for name in ("Model", "Reward") if name in lines}
-        rest = {name: value for name, value in lines.items() if name not in first | parts}
-        lines = first | parts | rest
+        rest = {name: value for name, value in lines.items() if name not in first | ratio_lines}
+        lines = first | ratio_lines | rest
     return "\n".join(f"  {name:13}  {value}" for name, value in lines.items())
 
 
-def ratio(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+def ratio(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, str]:
     """Returns what the ratio of the loss is and what bounds it, and why, by name; as `told`."""
-    correction, asked = (
-        setting(tree, "algorithm.rollout_correction") or {} for tree in (config, given)
+    correction, start_correction = (
+        setting(tree, "algorithm.rollout_correction") or {} for tree in (config, start)
     )
     text = setting(config, "model.kind") == "causal_lm"
     loss = setting(config, f"actor.{'token' if text else 'diffusion'}_loss") or {}
     bypass = bool(correction.get("bypass_mode"))
     log_ratio = "centered" if correction.get("centered") else "plain"
-    why = f"centered={asked.get('centered')}".lower()
-    if asked.get("centered") is None:
+    why = f"centered={start_correction.get('centered')}".lower()
+    if start_correction.get("centered") is None:
         has = "records its means" if correction.get("centered") else "records no means"
         why = "text has no means" if text else f"its rollout {has}"
     if bypass and loss.get("loss_mode") == "grpo_guard":
-        log_ratio, why = "centered", "GRPO-Guard's own"
+        log_ratio = "centered"
+        why = "GRPO-Guard's own"
     anchor = "the rollout's policy" if bypass else "the recomputed old policy"
     clip = _loss(loss)
-    wanted = setting(given, "actor.diffusion_loss.clip_ratio")
+    start_clip = setting(start, "actor.diffusion_loss.clip_ratio")
     if correction.get("loss_type") == "reinforce":
         clip = "reinforce, no clip"
-    elif not text and wanted != loss.get("clip_ratio"):
+    elif not text and start_clip != loss.get("clip_ratio"):
         clip += (
-            f" in place of {wanted}, which follows the mismatch of new samples in bypass mode, if "
-            "the loss says what it clips"
+            f" in place of {start_clip}, which follows the mismatch of new samples in bypass "
+            "mode, if the loss says what it clips"
         )
     return {
         "Log-ratio": f"{log_ratio} ({why})",
@@ -102,8 +105,8 @@ def ratio(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]
 
 
 def _split(value: Any) -> list[str]:
-    parts = value if isinstance(value, list) else str(value or "").split(",")
-    return [str(part).strip() for part in parts if str(part).strip()]
+    texts = value if isinstance(value, list) else str(value or "").split(",")
+    return [str(item).strip() for item in texts if str(item).strip()]
 
 
 def _model_name(path: Any) -> str:
@@ -134,22 +137,22 @@ def _loss(loss: Mapping[str, Any]) -> str:
     bounds = [loss.get(key) for key in keys]
     sizes = dict.fromkeys(str(bound) for bound in bounds if bound is not None)
     clip = " below, ".join(sizes) + (" above" if len(sizes) > 1 else "")
-    return ", clip ".join(part for part in (loss.get("loss_mode"), clip) if part)
+    return ", clip ".join(phrase for phrase in (loss.get("loss_mode"), clip) if phrase)
 
 
 def _rejection(correction: Mapping[str, Any]) -> str:
     criteria = ", ".join(_split(correction.get("rollout_rs")))
     threshold = ", ".join(_split(correction.get("rollout_rs_threshold")))
-    found = [f"{criteria} {threshold}".strip()] if criteria else []
+    phrases = [f"{criteria} {threshold}".strip()] if criteria else []
     veto = correction.get("rollout_token_veto_threshold")
-    return "; ".join([*found, f"veto {veto}"] if veto is not None else found)
+    return "; ".join([*phrases, f"veto {veto}"] if veto is not None else phrases)
 
 
 def _weights(correction: Mapping[str, Any]) -> str:
     if not correction.get("rollout_is"):
         return ""
-    parts = (correction["rollout_is"], correction.get("rollout_is_mode"))
-    words = " ".join(str(part) for part in parts if part)
+    choices = (correction["rollout_is"], correction.get("rollout_is_mode"))
+    words = " ".join(str(choice) for choice in choices if choice)
     return f"{words}, bound {correction.get('rollout_is_threshold')}"
 
 

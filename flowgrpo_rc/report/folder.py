@@ -12,8 +12,10 @@ from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import flat_settings
-from flowgrpo_rc.records.samples import THUMBNAIL, png_bytes, read_grid
+from flowgrpo_rc.records.samples import png_bytes, read_grid
 from flowgrpo_rc.redaction import redact
+
+_THUMBNAIL = 128  # pixels of the longer side of a small picture
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -83,8 +85,8 @@ def samples_over_time(run_dir: Path) -> dict[str, Any]:
         if len(files) > 2:
             columns = min(most, len(files))
             places = [round(i * (len(files) - 1) / (columns - 1)) for i in range(columns)]
-            found = side_by_side([files[place] for place in places], few=True)
-            return {} if "grids" in found else found
+            samples = side_by_side([files[place] for place in places], few=True)
+            return {} if "grids" in samples else samples
     return {}
 
 
@@ -95,11 +97,11 @@ def sample_files(run_dir: Path, ending: str) -> list[tuple[str, Path]]:
 
 
 def _sample_files(run_dir: Path, ending: str, names: str) -> list[tuple[str, Path]]:
-    found = (
+    matches = (
         (re.fullmatch(rf"({names})_(\d+)", path.stem), path)
         for path in (run_dir / "samples").glob(f"*.{ending}")
     )
-    steps = dict(sorted((int(name[2]), path) for name, path in found if name))
+    steps = dict(sorted((int(name[2]), path) for name, path in matches if name))
     return [(f"Step {step}", path) for step, path in steps.items()]
 
 
@@ -119,9 +121,9 @@ def side_by_side(
     grids = [read_grid(path)[: NUM_FOLLOWED if few else None] for _, path in files]
     if few:
         for tile in chain.from_iterable(grids):
-            tile.image.thumbnail((THUMBNAIL, THUMBNAIL))
+            tile.image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     subjects = [[tile.subject for tile in tiles] for tiles in grids]
-    if not subjects[0] or any(each != subjects[0] for each in subjects):
+    if any(subject != subjects[0] for subject in subjects):
         return {"grids": [(label, path.read_bytes()) for label, path in files]}
     stacks = []
     for stack in zip(*grids, strict=True):
@@ -158,11 +160,11 @@ def _responses(files: Sequence[tuple[str, Path]]) -> tuple[list[str], list[list[
 
 
 def _by_prompt(path: Path) -> dict[tuple[str, str | None], tuple[str, str]]:
-    found = {}
+    responses = {}
     with blaming(path):
         for line in path.read_text(encoding="utf-8").split("\n"):
             if line:
                 row = parse_mapping(line)
                 score = "failed" if row["score"] is None else f"{row['score']:.2f}"
-                found[(row["prompt"], row["target"] or "")] = (row["completion"], score)
-    return found
+                responses[(row["prompt"], row["target"] or "")] = (row["completion"], score)
+    return responses

@@ -42,23 +42,23 @@ def render(template: str, *, title: str, live: bool = False, **content: Any) -> 
 @cache
 def words() -> dict[str, dict[str, str]]:
     """Returns the list of words by key: name and meaning."""
-    found: dict[str, dict[str, str]] = yaml.safe_load(_read("words.yaml"))
-    return found
+    entries: dict[str, dict[str, str]] = yaml.safe_load(_read("words.yaml"))
+    return entries
 
 
 @cache
 def templates() -> Environment:
     """Returns what fills the templates, with the filters that they use."""
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(_FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"breakable": _breakable, "data_uri": _data_uri, "short": _short}
-    found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return found
+    environment.filters |= {"breakable": _breakable, "data_uri": _data_uri, "short": _short}
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment
 
 
 def _read(name: str) -> str:

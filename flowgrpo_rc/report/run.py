@@ -49,7 +49,7 @@ def report_page(run_dir: Path, *, live: bool = False) -> str:
     config = folder.config(run_dir)
     environment = folder.environment(run_dir)
     with blaming(f"{run_dir}: config.yaml or environment.json"):
-        told = facts(config, environment, rows)
+        run_facts = facts(config, environment, rows)
     headline, progress = outcome(rows, folder.setting(config, "trainer.total_training_steps"))
     reward, rewards = _rewards(rows)
     return render(
@@ -58,7 +58,7 @@ def report_page(run_dir: Path, *, live: bool = False) -> str:
         title=folder.title(run_dir, config),
         outcome=headline,
         progress=progress,
-        facts=told,
+        facts=run_facts,
         tiles=tiles(rows),
         samples=folder.first_and_last_samples(run_dir),
         strip=folder.samples_over_time(run_dir),
@@ -86,18 +86,18 @@ def outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
         progress += f" of {total_steps}"
     evaluations = known(points_of(rows, "val/reward"))
     if len(evaluations) > 1:
-        found = f"Held-out reward {_change(evaluations[0], evaluations[-1])}"
+        sentence = f"Held-out reward {_change(evaluations[0], evaluations[-1])}"
         best = BestEvaluation(rows)
         if best.worse and best.step is not None:
-            found += f"; best {best.reward:.4f} at step {best.step}"
-        return found, progress
-    found = "Not evaluated yet"
+            sentence += f"; best {best.reward:.4f} at step {best.step}"
+        return sentence, progress
+    sentence = "Not evaluated yet"
     if evaluations:
-        found = f"Held-out reward {evaluations[0]:.4f}, evaluated once"
+        sentence = f"Held-out reward {evaluations[0]:.4f}, evaluated once"
     trained = ends(rows, "reward/mean")
     if trained:
-        found += f"; training reward {_change(*trained)}"
-    return found, progress
+        sentence += f"; training reward {_change(*trained)}"
+    return sentence, progress
 
 
 def _change(first: float, last: float) -> str:
@@ -106,20 +106,20 @@ def _change(first: float, last: float) -> str:
 
 def tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Returns the numbers to be seen first: names and values, before and after training."""
-    found = []
+    pairs = []
     for name in distinct(rows, "val/", "val/reward"):
         pair = ends(rows, name)
         if pair is not None and name != "val/std" and pair != _NO_FAILURE.get(name):
             first, last = pair
             text = f"{first:.3f} \u2192 {last:.3f}" if first != last else f"{last:.3f}"
-            found.append((f"held-out {name.removeprefix('val/')}", text))
+            pairs.append((f"held-out {name.removeprefix('val/')}", text))
     if speeds := known(points_of(rows, "perf/samples_per_second")):
-        found.append(("training samples per second", f"{fmean(speeds):.1f}"))
+        pairs.append(("training samples per second", f"{fmean(speeds):.1f}"))
     if memory := known(points_of(rows, "perf/peak_memory_gib")):
-        found.append(("peak memory, GiB", f"{max(memory):.2f}"))
+        pairs.append(("peak memory, GiB", f"{max(memory):.2f}"))
     if seconds := sum(phases(rows).values()):
-        found.append(("measured time", _duration(seconds)))
-    return found
+        pairs.append(("measured time", _duration(seconds)))
+    return pairs
 
 
 def _rewards(rows: Sequence[Row]) -> tuple[Chart, list[Chart]]:
@@ -127,11 +127,11 @@ def _rewards(rows: Sequence[Row]) -> tuple[Chart, list[Chart]]:
     held_out = Series(name="held-out", points=points_of(rows, "val/reward"), color=1)
     lines = [*smoothed(training, color=0), held_out]
     charts = []
-    _, *others = distinct(rows, "reward/", "reward/mean")
-    same = [name for name in names_below(rows, "reward/") if name not in ("reward/mean", *others)]
+    _, *names = distinct(rows, "reward/", "reward/mean")
+    same = [name for name in names_below(rows, "reward/") if name not in ("reward/mean", *names)]
     note = f"the numbers of training are those of {', '.join(same)}, too" if same else ""
     mean = Chart(title="Mean reward", series=lines, note=note, word="reward")
-    for name in others:
+    for name in names:
         line = Series(name="training", points=points_of(rows, name))
         charts.append(Chart(title=name, series=smoothed(line, color=0)))
     return mean, merged(charts) + charts_of(_RESPONSES, rows)
@@ -139,11 +139,11 @@ def _rewards(rows: Sequence[Row]) -> tuple[Chart, list[Chart]]:
 
 def _timing(rows: Sequence[Row]) -> list[tuple[str, float, str]]:
     """Returns name, share of the run, and duration of each phase, the longest first."""
-    found = sorted(phases(rows).items(), key=lambda phase: -phase[1])
-    total = sum(seconds for _, seconds in found)
+    durations = sorted(phases(rows).items(), key=lambda phase: -phase[1])
+    total = sum(seconds for _, seconds in durations)
     return [
         (name, seconds / total, f"{_duration(seconds)}, {seconds / total:.0%}")
-        for name, seconds in found
+        for name, seconds in durations
         if total
     ]
 

@@ -22,15 +22,15 @@ def points_of(rows: Sequence[Row], name: str) -> Points:
 
 def series_of(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     """Returns a series for each metric that some row has; null stays as a gap."""
-    found = [Series(name=name, points=points_of(rows, name)) for name in names]
-    return [series for series in found if series.points]
+    lines = [Series(name=name, points=points_of(rows, name)) for name in names]
+    return [series for series in lines if series.points]
 
 
 def charts_of(table: str, rows: Sequence[Row]) -> list[Chart]:
     """Returns the charts of a table (title | word | note | thresholds | metrics) that have data."""
     charts = []
     for line in table.strip().splitlines():
-        title, word, note, thresholds, names = (part.strip() for part in line.split("|"))
+        title, word, note, thresholds, names = (cell.strip() for cell in line.split("|"))
         if series := series_of(rows, names.split()):
             bounds = tuple(map(float, thresholds.split()))
             charts.append(
@@ -50,8 +50,8 @@ def distinct(rows: Sequence[Row], prefix: str, first: str) -> list[str]:
 
     A run with one reward reports that reward's values twice.
     """
-    others = [name for name in names_below(rows, prefix) if name != first]
-    return [first, *(name for name in others if points_of(rows, name) != points_of(rows, first))]
+    names = [name for name in names_below(rows, prefix) if name != first]
+    return [first, *(name for name in names if points_of(rows, name) != points_of(rows, first))]
 
 
 def clip_band(rows: Sequence[Row]) -> tuple[str, tuple[float, ...]]:

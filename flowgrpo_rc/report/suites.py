@@ -23,18 +23,18 @@ def results(run_dir: Path) -> list[dict[str, Any]]:
     folder = run_dir / "suites"
     return [
         {
-            "result": found,
-            "rows": [_row(*one) for one in (*found.comparisons.items(), *found.groups.items())],
-            "samples": _samples(folder, found.name),
+            "result": result,
+            "rows": [_row(*item) for item in (*result.comparisons.items(), *result.groups.items())],
+            "samples": _samples(folder, result.name),
         }
-        for found in read_suite_results(folder)
+        for result in read_suite_results(folder)
     ]
 
 
 def curves(rows: Sequence[Row], protocols: Mapping[str, str]) -> list[Chart]:
     """Returns the change to the base model over the training, a chart for each suite.
 
-    `protocols` are those of the suites, by name; runs of older versions did not write them down.
+    `protocols` are those of the suites, by name.
     """
     charts = []
     for name in names_below(rows, _PREFIX):
@@ -50,15 +50,15 @@ def curves(rows: Sequence[Row], protocols: Mapping[str, str]) -> list[Chart]:
     return charts
 
 
-def _row(name: str, found: PolicyComparison) -> list[str]:
-    change = found.change
+def _row(name: str, comparison: PolicyComparison) -> list[str]:
+    change = comparison.change
     # On which side of zero the whole interval lies.
     verdict = "lower" if change.high < 0 else "higher" if change.low > 0 else ""
     return [
         name,
-        str(found.num_prompts),
-        _with_interval(found.base),
-        _with_interval(found.tuned),
+        str(comparison.num_prompts),
+        _with_interval(comparison.base),
+        _with_interval(comparison.tuned),
         f"{change.mean:+.4f}",
         f"{change.low:+.4f} to {change.high:+.4f}",
         verdict,

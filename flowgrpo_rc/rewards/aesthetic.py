@@ -66,7 +66,7 @@ def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
 
     The dropout between the published layers does nothing at inference, so it is left out.
     """
-    layers = linear_layers({name.removeprefix("layers."): one for name, one in state.items()})
+    layers = linear_layers({name.removeprefix("layers."): tensor for name, tensor in state.items()})
     if layers[-1].out_features != 1 or any(layer.bias is None for layer in layers):
         raise ValueError("the head must be linear layers with a bias, and end in one number")
     return nn.Sequential(*layers)

@@ -116,7 +116,7 @@ class Reward(ABC):
     num_parameters: int = 0
 
     def check(self) -> None:  # noqa: B027 - most rewards need nothing
-        """Raises ValueError if what it needs is missing on this machine or cannot be reached.
+        """Raises ValueError if what it needs is missing on this machine.
 
         It is called before anything is loaded, and loads nothing large itself. A reward that needs
         nothing but its options need not define it.
@@ -129,10 +129,11 @@ class Reward(ABC):
         the prompt.
         """
 
-    def settled(self) -> Mapping[str, object]:
-        """Returns a value for each option that is left to this machine.
+    def settle(self, earlier: Mapping[str, object]) -> Mapping[str, object]:
+        """Fills in each option that is left to this machine, and returns those options.
 
-        A run that begins puts them into its settings.
+        `earlier` are the options of the run that goes on, which keeps what it has; empty for a run
+        that begins. The run's settings record what is returned.
         """
         return {}
 

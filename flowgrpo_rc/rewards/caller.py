@@ -17,7 +17,8 @@ _LAST_BEFORE = ("flowgrpo_rc.rewards.function", "flowgrpo_rc.rewards.caller")
 
 def users_part(error: BaseException) -> TracebackType | None:
     """Returns the traceback of a call that failed from the user's code on; None without any."""
-    trace, before = error.__traceback__, ""
+    trace = error.__traceback__
+    before = ""
     while trace and (name := trace.tb_frame.f_globals.get("__name__", "")).startswith(_BEFORE):
         trace, before = trace.tb_next, name
     return trace if before in _LAST_BEFORE else None

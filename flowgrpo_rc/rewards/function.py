@@ -45,22 +45,24 @@ class Function(Reward):
         self.score: Score = _given_at(path) if path.startswith(GIVEN) else load_function(path)
         self._signature = _signature(self.score)
         self._where = f"path={path!r} takes {self._signature}"
-        given = [p for p in self._signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        self._required = [p.name for p in given if p.default is p.empty]
-        one, every = ([n for n in self._required if n in names] for names in (_ONE, _EVERY))
-        samples = [name for name in one + every if not name.startswith("prompt")]
-        first_two = [p.name for p in given if p.kind is not p.KEYWORD_ONLY][:2]
+        parameters = [p for p in self._signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        self._required = [p.name for p in parameters if p.default is p.empty]
+        single_names, batch_names = (
+            [n for n in self._required if n in names] for names in (_ONE, _EVERY)
+        )
+        samples = [name for name in single_names + batch_names if not name.startswith("prompt")]
+        first_two = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY][:2]
         self._second: str | None = None  # the prompt, unless a column is called so
-        if not every and len(first_two) == 2 and {*self._required} <= {*first_two}:
+        if not batch_names and len(first_two) == 2 and {*self._required} <= {*first_two}:
             samples = samples or [name for name in first_two[:1] if name != "prompt"]
             self._second = first_two[1] if _PROMPT.fullmatch(first_two[1]) else None
-        if len(samples) != 1 or (one and every):
+        if len(samples) != 1 or (single_names and batch_names):
             raise ValueError(
                 f"{self._where}; it is called with a sample and its prompt, or by name: one of "
                 f"{', '.join(_ONE[1:])}, and prompt; or these with an s, for all samples at once"
             )
         self._sample = samples[0]
-        self._at_once = bool(every)
+        self._at_once = bool(batch_names)
         self._second_is_column: bool | None = None
 
     def check_prompt(self, prompt: Prompt) -> None:
@@ -70,15 +72,15 @@ class Function(Reward):
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
         pairs = zip(samples, prompts, strict=True)
         once = [(samples, prompts)] if self._at_once else [([s], [p]) for s, p in pairs]
-        calls = [self._arguments(*each) for each in once]
-        found = [self.score(*call.args, **call.kwargs) for call in calls]
-        return Scores(values=found[0] if self._at_once else found)
+        calls = [self._arguments(*call_samples) for call_samples in once]
+        scores = [self.score(*call.args, **call.kwargs) for call in calls]
+        return Scores(values=scores[0] if self._at_once else scores)
 
     def _arguments(self, samples: Any, prompts: Sequence[Prompt]) -> inspect.BoundArguments:
         """Returns what one call gets: for all samples, or for the only one."""
         rows = [_columns(prompt) for prompt in prompts]
         columns: dict[str, Any] = rows[0]
-        own: dict[str, Any] = {"prompt": prompts[0], self._sample: samples[0]}
+        values: dict[str, Any] = {"prompt": prompts[0], self._sample: samples[0]}
         if self._at_once:
             columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
             said = [list(prompt.messages) or prompt.text for prompt in prompts]
@@ -86,23 +88,23 @@ class Function(Reward):
                 answers = [[{"role": "assistant", "content": sample}] for sample in samples]
                 pairs = zip(answers, samples, prompts, strict=True)
                 samples = [answer if p.messages else sample for answer, sample, p in pairs]
-            own = {"prompts": said, self._sample: samples}
+            values = {"prompts": said, self._sample: samples}
         elif self._second is not None:
             is_column = self._second in columns
             if self._second_is_column not in (None, is_column):
                 raise ValueError(f"{self._where}: only some prompts have a column {self._second}")
             self._second_is_column = is_column
             columns.setdefault(self._second, prompts[0])
-        given = columns | own
+        arguments = columns | values
         for name in self._required:
-            if name not in own and not all(name in row for row in rows):
-                known = ", ".join(given)
+            if name not in values and not all(name in row for row in rows):
+                known = ", ".join(arguments)
                 raise ValueError(
                     f"{self._where}: no column of the prompts is called {name}; there are {known}"
                 )
         parameters = self._signature.parameters.values()
-        named = {p.name: given.pop(p.name) for p in parameters if p.name in given}
-        named |= {p.name: given for p in parameters if p.kind is p.VAR_KEYWORD}
+        named = {p.name: arguments.pop(p.name) for p in parameters if p.name in arguments}
+        named |= {p.name: arguments for p in parameters if p.kind is p.VAR_KEYWORD}
         return inspect.BoundArguments(self._signature, named)
 
 
@@ -145,8 +147,8 @@ def _columns(prompt: Prompt) -> dict[str, Any]:
 def _signature(score: Score) -> inspect.Signature:
     """Returns the parameters of a function; sample and prompt if it does not tell them."""
     try:
-        found = inspect.signature(score)
+        signature = inspect.signature(score)
     except ValueError:  # functions in C need not have a signature
         return _BY_POSITION
-    kinds = [parameter.kind for parameter in found.parameters.values()]
-    return _BY_POSITION if inspect.Parameter.VAR_POSITIONAL in kinds else found
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return _BY_POSITION if inspect.Parameter.VAR_POSITIONAL in kinds else signature

@@ -68,16 +68,16 @@ class GenEval(Reward):
         _wishes(prompt)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        wanted = [_wishes(prompt) for prompt in prompts]
+        wishes = [_wishes(prompt) for prompt in prompts]
         pngs = [encode_png(image) for image in samples]
         chunks = [pngs[rows] for rows in batches(len(pngs), self._batch_size)]
         answers = self._client.post_each(PATH, [{"images": chunk} for chunk in chunks])
-        found: list[list[Found]] = []
+        objects_of: list[list[Found]] = []
         for answer, chunk in zip(answers, chunks, strict=True):
-            found += _objects(answer, len(chunk))
+            objects_of += _objects(answer, len(chunk))
         met = [
             [degree(wish, include, objects) for wish in (*include, *exclude)]
-            for (include, exclude), objects in zip(wanted, found, strict=True)
+            for (include, exclude), objects in zip(wishes, objects_of, strict=True)
         ]
         return Scores(
             values=[sum(degrees) / len(degrees) for degrees in met],
@@ -101,33 +101,35 @@ def degree(wish: Wish, include: Sequence[Wish], objects: Sequence[Found]) -> flo
 
     `include` holds the wishes that a position may refer to; the most certain objects come first.
     """
-    own = [found for found in objects if found.name == wish.name]
+    matching = [box for box in objects if box.name == wish.name]
     if wish.excluded:
         allowed = wish.count - 1
-        surplus = len(own) - allowed
+        surplus = len(matching) - allowed
         if surplus <= 0 or not allowed:
             return float(surplus <= 0)
         return max(0.0, 1 - surplus / allowed)
-    own = own[: wish.count]
-    there = len(own) / wish.count
+    matching = matching[: wish.count]
+    share = len(matching) / wish.count
     properties = []
     if wish.color is not None:
-        properties.append(sum(found.color == wish.color for found in own) / wish.count)
+        properties.append(sum(box.color == wish.color for box in matching) / wish.count)
     if wish.position is not None:
         side, index = wish.position
-        named = [found for found in objects if found.name == include[index].name]
-        others = named[: include[index].count]
-        placed = [all(side in sides(found, other) for other in others) for found in own]
-        properties.append(sum(placed) / wish.count if others else 0.0)
+        named = [box for box in objects if box.name == include[index].name]
+        references = named[: include[index].count]
+        placed = [
+            all(side in sides(box, reference) for reference in references) for box in matching
+        ]
+        properties.append(sum(placed) / wish.count if references else 0.0)
     if not properties:
-        return there
-    return (there + sum(properties) / len(properties)) / 2
+        return share
+    return (share + sum(properties) / len(properties)) / 2
 
 
-def sides(one: Found, other: Found) -> set[str]:
-    """Returns the sides of `other` on which `one` is, by GenEval's rule; none if too near."""
-    left, top, right, bottom = one.box
-    left_2, top_2, right_2, bottom_2 = other.box
+def sides(first: Found, second: Found) -> set[str]:
+    """Returns the sides of `second` on which `first` is, by GenEval's rule; none if too near."""
+    left, top, right, bottom = first.box
+    left_2, top_2, right_2, bottom_2 = second.box
     x = (left + right) / 2 - (left_2 + right_2) / 2
     y = (top + bottom) / 2 - (top_2 + bottom_2) / 2
     distance = math.hypot(x, y)
@@ -136,8 +138,13 @@ def sides(one: Found, other: Found) -> set[str]:
     x = _beyond(x, NEAR * (right - left + (right_2 - left_2)))
     y = _beyond(y, NEAR * (bottom - top + (bottom_2 - top_2)))
     # In the order of POSITIONS; y grows downwards.
-    found = (x / distance < -0.5, x / distance > 0.5, y / distance < -0.5, y / distance > 0.5)
-    return {side for side, holds in zip(POSITIONS, found, strict=True) if holds}
+    holds_by_side = (
+        x / distance < -0.5,
+        x / distance > 0.5,
+        y / distance < -0.5,
+        y / distance > 0.5,
+    )
+    return {side for side, holds in zip(POSITIONS, holds_by_side, strict=True) if holds}
 
 
 def _beyond(offset: float, margin: float) -> float:
@@ -150,17 +157,17 @@ def _beyond(offset: float, margin: float) -> float:
 def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
     """Reads `include` and `exclude`. ValueError if a prompt lacks them or holds something else."""
     where = prompt_name(prompt)
-    wanted = _unpacked(prompt.metadata.get("include"))
+    rows = _unpacked(prompt.metadata.get("include"))
     unwanted = _unpacked(prompt.metadata.get("exclude")) or []
-    if not isinstance(wanted, list) or not wanted or not isinstance(unwanted, list):
+    if not isinstance(rows, list) or not rows or not isinstance(unwanted, list):
         raise ValueError(
             f"{where}: include must be a list of objects, and exclude one or nothing, as they are "
-            f"or as JSON; got {wanted!r:.100} and {unwanted!r:.100}"
+            f"or as JSON; got {rows!r:.100} and {unwanted!r:.100}"
         )
-    include = [_wish(row, where, excluded=False) for row in wanted]
-    for own, wish in enumerate(include):
+    include = [_wish(row, where, excluded=False) for row in rows]
+    for place, wish in enumerate(include):
         side, index = wish.position or (POSITIONS[0], None)
-        if side not in POSITIONS or index not in {None, *range(len(include))} - {own}:
+        if side not in POSITIONS or index not in {None, *range(len(include))} - {place}:
             sides = ", ".join(POSITIONS)
             raise ValueError(
                 f"{where}: position {wish.position}: give one of {sides}, and another entry's index"
@@ -179,8 +186,8 @@ def _unpacked(value: Any) -> Any:
 def _wish(row: Any, where: str, *, excluded: bool) -> Wish:
     row = _unpacked(row)
     if isinstance(row, Mapping):
-        given = {name: value for name, value in row.items() if value is not None}
-        row = {"color": None, **given, "position": _unpacked(given.get("position"))}
+        values = {name: value for name, value in row.items() if value is not None}
+        row = {"color": None, **values, "position": _unpacked(values.get("position"))}
     match row:
         case {
             "class": str(name),

@@ -36,13 +36,16 @@ class Member(NamedTuple):
 def whole_groups(members: Sequence[Member], size: int) -> Iterator[tuple[Any, list[Prompt]]]:
     """Yields samples and prompts of each group, in order; ValueError for one that is not whole."""
     for group, run in groupby(members, lambda member: member.group):
-        own = list(run)
-        if len(own) != size:
+        group_members = list(run)
+        if len(group_members) != size:
             raise ValueError(
-                f"{len(own)} samples of group {group} have arrived, and a reward that compares a "
-                f"group needs all {size} (rollout.n) together"
+                f"{len(group_members)} samples of group {group} have arrived, and a reward that "
+                f"compares a group needs all {size} (rollout.n) together"
             )
-        yield _joined([member.sample for member in own]), [member.prompt for member in own]
+        yield (
+            _joined([member.sample for member in group_members]),
+            [member.prompt for member in group_members],
+        )
 
 
 def _joined(samples: list[Any]) -> Any:

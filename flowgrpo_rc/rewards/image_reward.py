@@ -56,7 +56,7 @@ class ImageReward(Reward):
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         texts = [prompt.text for prompt in prompts]
         rows = batches(len(samples), self.batch_size)
-        scores = torch.cat([self._score(samples[each], texts[each]) for each in rows])
+        scores = torch.cat([self._score(samples[chunk], texts[chunk]) for chunk in rows])
         return Scores(values=scores.tolist())
 
     @torch.inference_mode()
@@ -93,8 +93,8 @@ class ImageReward(Reward):
         with blaming(f"path={self.path!r}: model.safetensors"):
             tensors = load_file(self._folder / "model.safetensors")
             for prefix, module in backbones.items():
-                own = [name for name in tensors if name.startswith(prefix)]
-                stored = {name.removeprefix(prefix): tensors.pop(name) for name in own}
+                names = [name for name in tensors if name.startswith(prefix)]
+                stored = {name.removeprefix(prefix): tensors.pop(name) for name in names}
                 check_state(module, stored)
                 module.load_state_dict(stored)
             head = linear_head(tensors)

@@ -39,9 +39,11 @@ class LetterColour(Reward):
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         """Scores images [N, H, W, 3]; NaN if a source has no letters."""
-        parts = [_score(image, prompt) for image, prompt in zip(samples, prompts, strict=True)]
-        painted, kept = zip(*parts, strict=True)
-        return Scores(values=[a * b for a, b in parts], parts={"painted": painted, "kept": kept})
+        pairs = [_score(image, prompt) for image, prompt in zip(samples, prompts, strict=True)]
+        painted, unchanged = zip(*pairs, strict=True)
+        return Scores(
+            values=[a * b for a, b in pairs], parts={"painted": painted, "kept": unchanged}
+        )
 
 
 def wanted_picture(source: np.ndarray, colour: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -79,12 +81,12 @@ def _score(image: np.ndarray, prompt: Prompt) -> tuple[float, float]:
     source = read_picture(prompt.images[0])
     if source.shape != image.shape:
         source = np.asarray(Image.fromarray(source).resize((image.shape[1], image.shape[0])))
-    wanted, share = wanted_picture(source, colour)
+    target, share = wanted_picture(source, colour)
     letters = share > _FULL
     if not letters.any():
         return math.nan, math.nan
-    to_go = np.abs(source - wanted)[letters].mean()
-    left = np.abs(image - wanted)[letters].mean()
+    to_go = np.abs(source - target)[letters].mean()
+    left = np.abs(image - target)[letters].mean()
     changed = np.abs(image.astype(np.float64) - source)[share < _EMPTY].mean()
     painted = 1 - left / max(to_go, 1.0)
     return float(np.clip(painted, 0, 1)), float(np.clip(1 - changed / _TOLERATED, 0, 1))

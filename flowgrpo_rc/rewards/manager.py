@@ -49,8 +49,6 @@ class RewardConfig:
         to drop it. `_target_` is a module of flowgrpo_rc.rewards or the full path of a class; give
         it to use a reward twice or to use one out of the tree. Weight 0 logs a reward without
         optimizing it.
-    num_workers: rewards scored at the same time, at most the number of terms; one reward never
-        overlaps itself.
     max_failed_fraction: a step raises RewardError if a larger fraction of its samples fails in any
         one reward.
     timeout_s: seconds that a reward may take for one chunk of samples, which then fails; null: no
@@ -58,7 +56,6 @@ class RewardConfig:
     """
 
     terms: dict[str, Any] = field(default_factory=lambda: {"ocr": {"weight": 1.0}})
-    num_workers: int = 1
     max_failed_fraction: float = 0.5
     timeout_s: float | None = 1200.0
 
@@ -81,6 +78,9 @@ class Term(NamedTuple):
     keys: Sequence[str]
 
 
+RewardTerms = Mapping[str, Term]  # by name, as `build_terms` makes them
+
+
 class _Outcome(NamedTuple):
     """The result of one reward for one chunk: by key float64, [N], NaN where it failed."""
 
@@ -88,24 +88,23 @@ class _Outcome(NamedTuple):
     error: BaseException | None = None
 
 
-def settled_rewards(config: RewardConfig, earlier: RewardConfig | None) -> RewardConfig:
-    """Returns the rewards with a value for each option that is left to the machine.
+def settle_rewards(
+    config: RewardConfig, terms: RewardTerms, earlier: RewardConfig | None
+) -> RewardConfig:
+    """Fills in each option that is left to the machine, and returns the settings with it.
 
     `earlier` is of the run that goes on, if any: it keeps what it has.
     """
-    terms = {str(name): term for name, term in config.terms.items()}
-    for name, term in build_terms(config).items():
-        found = term.reward.settled()
-        if earlier is not None:
-            kept = earlier.terms.get(name) or {}
-            found = {option: kept[option] for option in found if option in kept}
-        terms[name] = {**terms[name], **found}
-    return replace(config, terms=terms)
+    settings = {str(name): options for name, options in config.terms.items()}
+    for name, term in terms.items():
+        before = {} if earlier is None else earlier.terms.get(name) or {}
+        settings[name] = {**settings[name], **term.reward.settle(before)}
+    return replace(config, terms=settings)
 
 
-def check_needs(config: RewardConfig) -> None:
+def check_needs(terms: RewardTerms) -> None:
     """Raises ValueError, naming the term, if a reward lacks what it needs. Loads no model."""
-    for name, term in build_terms(config).items():
+    for name, term in terms.items():
         try:
             term.reward.check()
         except ValueError as error:
@@ -114,13 +113,13 @@ def check_needs(config: RewardConfig) -> None:
 
 
 def check_prompts(
-    config: RewardConfig, prompts: Sequence[Prompt], places: Callable[[], Sequence[str]]
+    terms: RewardTerms, prompts: Sequence[Prompt], places: Callable[[], Sequence[str]]
 ) -> None:
     """Raises ValueError, naming the places of the prompts that a reward cannot score.
 
     `places` says where each prompt stands. No model that samples is loaded.
     """
-    for name, term in build_terms(config).items():
+    for name, term in terms.items():
         faults = {}
         for prompt in prompts:
             try:
@@ -129,19 +128,25 @@ def check_prompts(
                 faults[prompt.index] = error
         if faults:
             where = places()
-            first, *others = faults
+            first, *further_faults = faults
             file = f"{where[first].rpartition(', ')[0]}, "
-            listed = ", ".join(where[index].removeprefix(file) for index in others[:_MOST_LISTED])
-            listed += ", ..." if len(others) > _MOST_LISTED else ""
-            more = f"; {len(others)} more of {len(prompts)} prompts: {listed}" if others else ""
+            listed = ", ".join(
+                where[index].removeprefix(file) for index in further_faults[:_MOST_LISTED]
+            )
+            listed += ", ..." if len(further_faults) > _MOST_LISTED else ""
+            more = (
+                f"; {len(further_faults)} more of {len(prompts)} prompts: {listed}"
+                if further_faults
+                else ""
+            )
             raise ValueError(
                 f"{where[first]}: reward.terms.{name}: {faults[first]}{more}"
             ) from faults[first]
 
 
-def codes(config: RewardConfig) -> dict[str, object]:
+def codes(terms: RewardTerms) -> dict[str, object]:
     """Returns the code of each term that is the user's: a function, or a class."""
-    rewards = {name: term.reward for name, term in build_terms(config).items()}
+    rewards = {name: term.reward for name, term in terms.items()}
     return {
         name: reward.score if isinstance(reward, Function) else type(reward)
         for name, reward in rewards.items()
@@ -149,22 +154,21 @@ def codes(config: RewardConfig) -> dict[str, object]:
     }
 
 
-def requires_target(config: RewardConfig) -> str:
+def requires_target(terms: RewardTerms) -> str:
     """Returns the rewards that need a target text in every prompt, for messages; "" for none."""
-    terms = build_terms(config).items()
     return " and ".join(
-        f"reward.terms.{name}" for name, term in terms if term.reward.requires_target
+        f"reward.terms.{name}" for name, term in terms.items() if term.reward.requires_target
     )
 
 
-def needs_samples(config: RewardConfig) -> bool:
+def needs_samples(terms: RewardTerms) -> bool:
     """Returns False if all rewards score latents; then nothing has to be decoded."""
-    return any(term.reward.kind != "latent" for term in build_terms(config).values())
+    return any(term.reward.kind != "latent" for term in terms.values())
 
 
-def check_images(config: RewardConfig, condition_images: int) -> None:
+def check_images(terms: RewardTerms, condition_images: int) -> None:
     """Raises ValueError, naming the term, for a reward whose prompts have no images."""
-    for name, term in build_terms(config).items():
+    for name, term in terms.items():
         if term.reward.requires_images and condition_images == 0:
             raise ValueError(
                 f"reward.terms.{name} looks at the images of the prompts, which have none by "
@@ -172,9 +176,9 @@ def check_images(config: RewardConfig, condition_images: int) -> None:
             )
 
 
-def check_kind(config: RewardConfig, *kinds: str) -> None:
+def check_kind(terms: RewardTerms, *kinds: str) -> None:
     """Raises ValueError, naming the term, for a reward that scores none of the model's kinds."""
-    for name, term in build_terms(config).items():
+    for name, term in terms.items():
         if term.reward.kind not in (*kinds, "any"):
             raise ValueError(
                 f"reward.terms.{name} scores {term.reward.kind}s, and the model makes "
@@ -196,17 +200,18 @@ class RewardManager:
       last_error: term -> text of its latest failure.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._terms = build_terms(config)
+    def __init__(self, config: RewardConfig, terms: RewardTerms | None = None) -> None:
+        """Takes the terms as `build_terms` made them; None makes them from the settings."""
+        self._terms = build_terms(config) if terms is None else terms
         self._max_failed_fraction = config.max_failed_fraction
         self._callers = {
             name: Caller(term.reward, config.timeout_s, name=f"reward {name}")
             for name, term in self._terms.items()
         }
-        self._executor = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
+        self._executor = ThreadPoolExecutor(len(self._terms), thread_name_prefix="reward")
         self._logged: set[tuple[str, type[BaseException]]] = set()
         self.weights = {name: term.weight for name, term in self._terms.items() if term.weight != 0}
-        self.needs_samples = any(term.reward.kind != "latent" for term in self._terms.values())
+        self.needs_samples = needs_samples(self._terms)
         self.last_error: dict[str, str] = {}
         self._causes: dict[str, BaseException | None] = {}  # last errors of the user's code
 
@@ -228,9 +233,9 @@ class RewardManager:
           latents: what the samples were decoded from, [N, ...]; None if no reward scores it.
         """
         _check_samples(samples)
-        for what, given in (("samples", samples), ("latents", latents)):
-            if given is not None and len(given) != len(prompts):
-                raise ValueError(f"{len(given)} {what} but {len(prompts)} prompts")
+        for what, rows in (("samples", samples), ("latents", latents)):
+            if rows is not None and len(rows) != len(prompts):
+                raise ValueError(f"{len(rows)} {what} but {len(prompts)} prompts")
         futures = {}
         members = {}
         for name, term in self._terms.items():
@@ -262,20 +267,22 @@ class RewardManager:
                 self._executor.submit(self._score, name, samples, prompts)
                 for samples, prompts in whole_groups(members, handles[0].group_size)
             ]
-        parts: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         for name in self.taking_part(grouped=bool(grouped)):
             futures = grouped.get(name) or [handle.futures[name] for handle in handles]
             outcomes = [future.result() for future in futures]
             for outcome in outcomes:
                 self._count(name, outcome)
             for key in self._terms[name].keys:
-                parts[key] = torch.cat([outcome.columns[key] for outcome in outcomes])
-        weighted = [weight * parts[name] for name, weight in self.weights.items() if name in parts]
+                columns[key] = torch.cat([outcome.columns[key] for outcome in outcomes])
+        weighted = [
+            weight * columns[name] for name, weight in self.weights.items() if name in columns
+        ]
         if weighted:
             total = torch.stack(weighted).sum(0)
-            return Rewards(total=total, valid=total.isfinite(), parts=parts)
+            return Rewards(total=total, valid=total.isfinite(), parts=columns)
         total = _nothing(sum(handle.num_samples for handle in handles))
-        return Rewards(total=total, valid=total.isnan(), parts=parts)
+        return Rewards(total=total, valid=total.isnan(), parts=columns)
 
     def first(self, handles: Sequence[RewardHandle], count: int) -> Rewards:
         """Waits for the chunks of the first `count` samples; the others are not valid yet.
@@ -297,8 +304,8 @@ class RewardManager:
 
     def count_failed(self, rewards: Rewards) -> dict[str, int]:
         """Returns, by term, how many of these samples it could not score."""
-        parts = rewards.parts
-        return {name: int(parts[name].isnan().sum()) for name in self._terms if name in parts}
+        columns = rewards.parts
+        return {name: int(columns[name].isnan().sum()) for name in self._terms if name in columns}
 
     def check_failed_fraction(self, num_failed: Mapping[str, int], num_total: int) -> None:
         """Raises RewardError if a term failed for more than `max_failed_fraction` of the samples.
@@ -344,11 +351,11 @@ class RewardManager:
         prefix = f"{type(outcome.error).__name__}: " if is_foreign else ""
         self.last_error[name] = f"{prefix}{outcome.error}"
         self._causes[name] = None
-        if (part := users_part(outcome.error)) is not None:
-            code = part.tb_frame.f_code
-            place = f"{code.co_qualname} ({code.co_filename}:{part.tb_lineno})"
+        if (trace := users_part(outcome.error)) is not None:
+            code = trace.tb_frame.f_code
+            place = f"{code.co_qualname} ({code.co_filename}:{trace.tb_lineno})"
             self.last_error[name] += f", in {place}"
-            self._causes[name] = outcome.error.with_traceback(part)
+            self._causes[name] = outcome.error.with_traceback(trace)
         kind = (name, type(outcome.error))
         if kind not in self._logged:
             self._logged.add(kind)
@@ -367,15 +374,15 @@ def _nothing(count: int) -> Tensor:
 def _check_samples(samples: Samples | None) -> None:
     if isinstance(samples, np.ndarray):
         good = samples.dtype == np.uint8 and samples.ndim in (4, 5) and samples.shape[-1] == 3
-        found = f"{list(samples.shape)} {samples.dtype}"
+        form = f"{list(samples.shape)} {samples.dtype}"
     else:
         texts = samples or ()
         good = not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
-        found = type(samples).__name__
+        form = type(samples).__name__
     if not good:
         raise ValueError(
             "samples must be images [N, H, W, 3] uint8, videos [N, F, H, W, 3] uint8 or a list of "
-            f"texts, got {found}"
+            f"texts, got {form}"
         )
 
 
@@ -390,9 +397,9 @@ def _checked(scores: object, term: Term, prompts: Sequence[Prompt]) -> _Outcome:
     if set(scores.parts) != set(part_names):
         raise ValueError(f"it returned the parts {[*scores.parts]}, not {part_names=}")
     columns = {}
-    returned = (scores.values, *(scores.parts[part] for part in part_names))
-    for key, given in zip(term.keys, returned, strict=True):
-        numbers = finite_numbers(given)
+    returned = (scores.values, *(scores.parts[name] for name in part_names))
+    for key, values in zip(term.keys, returned, strict=True):
+        numbers = finite_numbers(values)
         if len(numbers) != len(prompts):
             raise ValueError(f"it returned {len(numbers)} scores for {len(prompts)} samples")
         columns[key] = torch.tensor(numbers, dtype=torch.float64)
@@ -403,21 +410,16 @@ def _checked(scores: object, term: Term, prompts: Sequence[Prompt]) -> _Outcome:
     return _Outcome(columns, _NotFinite(f"{why}, for {prompt_name(prompts[bad[0]])}"))
 
 
-def build_terms(config: RewardConfig) -> dict[str, Term]:
+def build_terms(config: RewardConfig) -> RewardTerms:
     """Builds the rewards, or raises ValueError that names the key. Loads no model."""
-    given = {str(name): term for name, term in config.terms.items() if term is not None}
-    terms = {name: _build_term(name, term) for name, term in given.items()}
+    used_terms = {str(name): term for name, term in config.terms.items() if term is not None}
+    terms = {name: _build_term(name, term) for name, term in used_terms.items()}
     if not terms:
         raise ValueError(
             "reward.terms is empty: name a reward, such as reward.terms={pickscore: {weight: 1.0}}"
         )
     if not any(term.weight for term in terms.values()):
         raise ValueError("reward.terms: every weight is 0, so there is nothing to optimize")
-    if not 1 <= config.num_workers <= len(terms):
-        raise ValueError(
-            f"reward.num_workers={config.num_workers} must be between 1 and the number of rewards, "
-            f"{len(terms)}"
-        )
     if not 0.0 <= config.max_failed_fraction <= 1.0:
         raise ValueError(
             f"reward.max_failed_fraction={config.max_failed_fraction} must be between 0 and 1"
@@ -445,5 +447,5 @@ def _build_term(name: str, term: object) -> Term:
     check_options(reward_class, options, where, others=("weight", "_target_"))
     reward: Reward = build(reward_class, options, where)
     check_choice(f"{where}: {type(reward).__name__}.kind", reward.kind, KINDS)
-    keys = [name, *(f"{name}/{part}" for part in reward.part_names)]
+    keys = [name, *(f"{name}/{part_name}" for part_name in reward.part_names)]
     return Term(reward=reward, weight=float(weight), keys=keys)

@@ -109,8 +109,8 @@ def ocr_scores(
         nothing if text is None else ocr_score(text, target_of(prompt))
         for text, prompt in zip(texts, prompts, strict=True)
     ]
-    values, *parts = map(list, zip(*rows, strict=True))
-    return Scores(values=values, parts=dict(zip(PARTS, parts, strict=True)), failure=failure)
+    values, *columns = map(list, zip(*rows, strict=True))
+    return Scores(values=values, parts=dict(zip(PARTS, columns, strict=True)), failure=failure)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -144,10 +144,13 @@ class OCR(Reward):
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         return ocr_scores(self.read(samples), prompts)
 
-    def settled(self) -> Mapping[str, object]:
-        """Returns the engine of a run that begins here, if it is left open."""
-        found = "onnxruntime" if find_spec("openvino") is None else "openvino"
-        return {"engine": found} if self.engine == "auto" else {}
+    def settle(self, earlier: Mapping[str, object]) -> Mapping[str, object]:
+        """Chooses the engine if it is left open: OpenVINO where it is installed."""
+        if self.engine != "auto":
+            return {}
+        installed = "onnxruntime" if find_spec("openvino") is None else "openvino"
+        self.engine = str(earlier.get("engine", installed))
+        return {"engine": self.engine}
 
     def check(self) -> None:
         """Raises ValueError if rapidocr, or a library of the system that it needs, is missing."""

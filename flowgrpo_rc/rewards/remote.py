@@ -47,14 +47,6 @@ class Remote(Reward):
         self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
-    def check(self) -> None:
-        """Raises ValueError if the server cannot be reached, or does not return the parts."""
-        match self._client.probe(PATH):
-            case {"part_names": [*offered]} if not set(self.part_names) <= set(offered):
-                raise ValueError(
-                    f"part_names={list(self.part_names)}: the server returns the parts {offered}"
-                )
-
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises ValueError if JSON has no form for the prompt's metadata."""
         try:
@@ -67,14 +59,14 @@ class Remote(Reward):
         chunks = batches(len(prompts), self._batch_size)
         bodies = [encode(samples[chunk], prompts[chunk]) for chunk in chunks]
         answers = self._client.post_each(PATH, bodies, concurrency=self._concurrency)
-        found = [
+        chunk_scores = [
             decode_scores(answer, self.part_names, len(prompts[chunk]))
             for answer, chunk in zip(answers, chunks, strict=True)
         ]
         return Scores(
-            values=[value for scores in found for value in scores.values],
+            values=[value for scores in chunk_scores for value in scores.values],
             parts={
-                name: [value for scores in found for value in scores.parts[name]]
+                name: [value for scores in chunk_scores for value in scores.parts[name]]
                 for name in self.part_names
             },
         )

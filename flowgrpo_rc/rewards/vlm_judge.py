@@ -89,5 +89,5 @@ class VlmJudge(AsksVlm):
 
     def _pictures(self, sample: np.ndarray, prompt: Prompt) -> list[np.ndarray]:
         images = prompt.images if self.requires_images else ()
-        made = [sample] if self.kind == "image" else list(sample[:: self._every])
-        return [*map(read_picture, images), *made]
+        frames = [sample] if self.kind == "image" else list(sample[:: self._every])
+        return [*map(read_picture, images), *frames]

@@ -73,26 +73,26 @@ class VlmPreference(AsksVlm):
             raise ValueError("samples of several prompts cannot be compared; give one group")
         text = self._judge.text(prompts[0])
         pairs = pairs_of(len(samples), self._neighbours)
-        asked = [*pairs, *[(j, i) for i, j in pairs]] if self._both_orders else pairs
+        ordered_pairs = [*pairs, *[(j, i) for i, j in pairs]] if self._both_orders else pairs
         verdicts = self._judge.ask(
-            [Question(pictures=[samples[i], samples[j]], text=text) for i, j in asked]
+            [Question(pictures=[samples[i], samples[j]], text=text) for i, j in ordered_pairs]
         )
         # The first image's share of a win; NaN for an answer that is none of the three.
         shares = np.array([OUTCOMES.get(verdict.number, math.nan) for verdict in verdicts])
         count = len(samples)
         answered = ~np.isnan(shares)
-        wins = _mean_of_each(count, asked, np.stack([shares, 1 - shares]))
+        wins = _mean_of_each(count, ordered_pairs, np.stack([shares, 1 - shares]))
         contradicted = np.zeros(len(pairs))
         if self._both_orders:
             forth, back = np.split(shares, 2)
             contradicted = ~np.isclose(forth, 1 - back) & answered.reshape(2, -1).all(0)
-        parts = {
-            "unanswered": 1 - np.nan_to_num(_mean_of_each(count, asked, answered)),
+        columns = {
+            "unanswered": 1 - np.nan_to_num(_mean_of_each(count, ordered_pairs, answered)),
             "contradicted": np.nan_to_num(_mean_of_each(count, pairs, contradicted)),
         }
         return Scores(
             values=wins.tolist(),
-            parts={name: part.tolist() for name, part in parts.items()},
+            parts={name: values.tolist() for name, values in columns.items()},
             failure=failure_of(verdicts),
         )
 

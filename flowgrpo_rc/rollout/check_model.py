@@ -18,7 +18,8 @@ def check_model(
 
     `held_out` names the section of evaluation; keys in `pinned` were given, whatever their value.
     """
-    name, pipeline = model.pipeline_class, rollout.pipeline
+    name = model.pipeline_class
+    pipeline = rollout.pipeline
     default = PipelineConfig.guidance_scale
     _check_guidance(model, pipeline, "rollout.pipeline", default)
     evaluated = replace(rollout.val_kwargs, guidance_scale=rollout.held_out_spec().guidance_scale)
@@ -34,10 +35,10 @@ def check_model(
         raise ValueError(
             f"rollout.pipeline.num_frames is not set, and {name} makes videos: give their length"
         )
-    for key, given in (("rollout.pipeline", pipeline), (held_out, rollout.val_kwargs)):
-        if model.makes == "image" and given.num_frames is not None:
-            told = f"{key}.num_frames={given.num_frames}"
-            raise ValueError(f"{told} has no effect: {name} makes images")
+    for key, section in (("rollout.pipeline", pipeline), (held_out, rollout.val_kwargs)):
+        if model.makes == "image" and section.num_frames is not None:
+            setting = f"{key}.num_frames={section.num_frames}"
+            raise ValueError(f"{setting} has no effect: {name} makes images")
     if pipeline.condition_images and not model.takes_images:
         raise ValueError(
             f"rollout.pipeline.condition_images={pipeline.condition_images}: {name} takes no "
@@ -48,7 +49,8 @@ def check_model(
             f"rollout.pipeline.condition_images=0: {name} edits images; set it to the most images "
             "of a prompt"
         )
-    least, most = model.min_sequence_length, model.max_sequence_length
+    least = model.min_sequence_length
+    most = model.max_sequence_length
     if not least <= pipeline.max_sequence_length <= most:
         raise ValueError(
             f"rollout.pipeline.max_sequence_length={pipeline.max_sequence_length}: {name} takes "
@@ -57,23 +59,23 @@ def check_model(
 
 
 def _check_guidance(
-    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, key: str, allowed: float
+    model: type[FlowModel], section: PipelineConfig | EvaluationConfig, key: str, allowed: float
 ) -> None:
     """Refuses a scale below no guidance, or without effect; `guidance_scale` may be `allowed`."""
-    scale = given.guidance_scale
+    scale = section.guidance_scale
     assert scale is not None, "null has been replaced"
     for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
-        value = getattr(given, name)
+        value = getattr(section, name)
         least = model.unguided_scale if name == model.cfg_key else 1.0
         if value is not None and value < least:
             raise ValueError(f"{key}.{name}={value}: give {least:g} (none) or more")
     used = f"the guidance of {model.pipeline_class} is {key}.{model.cfg_key}"
-    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
-        raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
+    if model.cfg_key != "true_cfg_scale" and section.true_cfg_scale not in (None, 1):
+        raise ValueError(f"{key}.true_cfg_scale={section.true_cfg_scale} has no effect: {used}")
     uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
     if not uses_guidance_scale and scale not in (1, allowed):
         raise ValueError(f"{key}.guidance_scale={scale} has no effect: {used}")
-    second = given.guidance_scale_2
+    second = section.guidance_scale_2
     if second is not None and len(model.networks) < 2:
         raise ValueError(
             f"{key}.guidance_scale_2={second} has no effect: model.path has one transformer; drop "

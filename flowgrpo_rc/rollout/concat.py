@@ -36,8 +36,8 @@ def _with_one_conditioning(batches: Sequence[B]) -> Sequence[B]:
     if all(batch.conditioning is images[0].conditioning for batch in images):
         return batches
     conditioning = Conditioning.join([batch.conditioning for batch in images])
-    given = [batch.negative for batch in images if batch.negative is not None]
-    negative = Conditioning.join(given) if given else None
+    negatives = [batch.negative for batch in images if batch.negative is not None]
+    negative = Conditioning.join(negatives) if negatives else None
     # The prompts of a batch come after those of the batches before it.
     starts = [sum(len(batch.conditioning) for batch in images[:i]) for i in range(len(images))]
     return [
@@ -48,18 +48,18 @@ def _with_one_conditioning(batches: Sequence[B]) -> Sequence[B]:
     ]
 
 
-def _same(one: object, other: object) -> bool:
+def _same(left: object, right: object) -> bool:
     """Compares two shared fields; conditionings are the same only if they are one object."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one is other or (not isinstance(one, Conditioning) and one == other)
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return left is right or (not isinstance(left, Conditioning) and left == right)
 
 
-def _stack(name: str, parts: Sequence[Tensor]) -> Tensor:
+def _stack(name: str, columns: Sequence[Tensor]) -> Tensor:
     """The rows of all parts of one field, padded in the second dimension to the longest."""
-    if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
-        return torch.cat(list(parts))
-    rows = [row for part in parts for row in part]
+    if columns[0].ndim < 2 or len({column.shape[1] for column in columns}) == 1:
+        return torch.cat(list(columns))
+    rows = [row for column in columns for row in column]
     # A response has to follow its prompt at once.
     side = "left" if name.startswith("prompt_") else "right"
     return pad_sequence(rows, batch_first=True, padding_side=side)

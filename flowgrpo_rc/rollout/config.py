@@ -135,17 +135,15 @@ class AlgoConfig:
 
 @dataclass(kw_only=True)
 class CacheConfig:
-    """Reuse of a transformer's middle blocks while training samples are drawn: on some steps what
-    they added at an earlier one is added again (`models.block_cache`).
+    """Reuse of a transformer's blocks, but for the first and the last, while training samples are
+    drawn: on some steps what they added at an earlier one is added again (`models.block_cache`).
 
     every: one of so many steps evaluates all blocks; 1: every step does.
-    blocks: how many blocks at the start and at the end are evaluated on every step.
     window: the steps of `sde_window_range` may be cached, too. Then the mismatch grows, which needs
         centered log-ratios and clip_ratio=auto. Otherwise only the images change.
     """
 
     every: int = 1
-    blocks: list[int] = field(default_factory=lambda: [1, 1])
     window: bool = False
 
 
@@ -187,24 +185,23 @@ class RolloutConfig:
     name: the engine: a module of flowgrpo_rc.rollout, with or without the ending `_engine`, or the
         path of a class.
     n: samples of a prompt, its group.
-    dtype: precision of the sampling weights; auto: fp32 or bf16, whichever multiplies faster on
-        this machine. A run that goes on keeps the one it began with.
+    dtype: precision of the sampling weights; auto: bf16 on a GPU and on a CPU with units for it
+        (AVX512_BF16, AMX), else fp32. A run that goes on keeps the one it began with.
     quantization: of the frozen weights of the blocks, where the engine offers it: int8, int4, fp8,
         or int8_dynamic (inputs of layers, too).
-    compile: torch.compile for the blocks, where the engine offers it; auto: if a compiler is there
-        and the steps to come repay it, timed before the first step. A run that goes on keeps what
-        it began with. torch keeps compiled code in TORCHINDUCTOR_CACHE_DIR.
+    compile: torch.compile for the blocks, where the engine offers it. torch keeps compiled code in
+        TORCHINDUCTOR_CACHE_DIR.
     redraw: draw the actor.train_n samples of a prompt that are trained on again, in the trainer's
         precision and with all blocks, from the same noise, and score them again; the rollout only
         chooses them.
     merge_lora: add the LoRA to the sampling weights, where the engine offers it: faster forwards,
         and weights that are rounded once more; null: if that is possible, costs no precision
-        (model.dtype is not bf16) and actor.replay is not aligned. `rounded`: it stays apart
-        and is in `dtype`, too, where it would be fp32 since training shares its bf16 weights.
+        (model.dtype is not bf16). `rounded`: it stays apart and is in `dtype`, too, where it
+        would be fp32 since training shares its bf16 weights.
     staleness: sample up to this many steps ahead of training, with weights that are as many steps
         older.
-    micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
-        the replay aligned.
+    micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, so
+        that equal precisions give equal bits.
     temperature: of training text.
     prompt_length: of text, in tokens, the chat template included; a longer prompt is an error.
     response_length: of text, in tokens; a longer response is cut.
@@ -222,7 +219,7 @@ class RolloutConfig:
     n: int = 24
     dtype: str = "bf16"
     quantization: str | None = None
-    compile: bool | str = False
+    compile: bool = False
     redraw: bool = False
     merge_lora: bool | str | None = False
     staleness: int = 0
@@ -256,7 +253,6 @@ class RolloutConfig:
             tail_steps=self.algo.tail_steps,
             shared_prefix=self.algo.shared_prefix,
             cached_steps=self.cached_steps(step),
-            cached_blocks=tuple(self.cache.blocks) if self.cached_steps(step) else (),
         )
 
     def held_out_spec(self) -> SamplerSpec:
@@ -326,8 +322,6 @@ class RolloutConfig:
                 f"rollout.dtype={self.dtype} is a quantization: set rollout.quantization="
                 f"{self.dtype}, on top of rollout.dtype, which may be {', '.join(ALLOWED['dtype'])}"
             )
-        if self.compile not in (True, False, AUTO):
-            raise ValueError(f"rollout.compile={self.compile}: give true, false or {AUTO}")
         for key, allowed in ALLOWED.items():
             check_choice(f"rollout.{key}", attrgetter(key)(self), allowed)
         if self.merge_lora not in (None, True, False, ROUNDED):
@@ -412,16 +406,10 @@ class RolloutConfig:
     def _check_cache(self) -> None:
         """Refuses settings of the block cache that are wrong or have no effect."""
         cache = self.cache
-        if len(cache.blocks) != 2 or min(cache.blocks) < 1:
+        if cache.every == 1 and cache.window:
             raise ValueError(
-                f"rollout.cache.blocks={list(cache.blocks)}: give two numbers of at least 1, of "
-                "the blocks at the start and at the end that are always evaluated"
-            )
-        if cache.every == 1 and cache != CacheConfig():
-            raise ValueError(
-                f"rollout.cache: blocks={list(cache.blocks)} and window={cache.window} have no "
-                "effect with every=1, which evaluates all blocks; set rollout.cache.every=2, or "
-                "drop them"
+                "rollout.cache.window=true has no effect with every=1, which evaluates all blocks; "
+                "set rollout.cache.every=2, or drop it"
             )
         if cache.every > 1 and not self.cached_steps():
             raise ValueError(

@@ -27,7 +27,6 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
     compiles = True
     records_means = True
     finishes_alone = True
-    aligns = True
     takes_images = True
     draws_seed_noise = True
     caches_blocks = True
@@ -42,13 +41,12 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
         quantization: str | None = None,
         compile: bool = False,
         merge_lora: bool | str = False,
-        cached_blocks: tuple[int, ...] = (),
+        cache_blocks: bool = False,
     ) -> None:
         backend = inductor_or_eager if compile else None
         self._replica = Replica(network, dtype, quantization, backend, merge_lora)
         self.transformer = self._replica.network
-        self._cached_blocks = cached_blocks
-        self._cache = BlockCache(self.transformer, cached_blocks) if cached_blocks else None
+        self._cache = BlockCache(self.transformer) if cache_blocks else None
         self._policy = FlowPolicy(model, self.transformer, cache=self._cache)
         self._model = model
         self._chunk_size = chunk_size
@@ -57,10 +55,12 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         """Yields chunks of `chunk_size` samples, decoded unless the request says otherwise."""
-        model, spec = self._model, request.spec
+        model = self._model
+        spec = request.spec
         shape = model.latent_shape(spec)
         conditioning, negative = self._encode(request)
-        cache, blocks = self._cache, self._cached_blocks if spec.cached_steps else ()
+        cache = self._cache
+        cached_steps = () if cache is None else spec.cached_steps
         for rows in request.chunks(self._chunk_size):
             seeds = request.seeds[rows.start : rows.stop]
             latent_seeds = request.latent_seeds[rows.start : rows.stop]
@@ -85,15 +85,15 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
                 trajectory,
                 conditioning,
                 negative,
-                spec=replace(self._replica.spec(spec), cached_blocks=blocks),
-                version=self._replica.version,
+                spec=replace(self._replica.spec(spec), cached_steps=cached_steps),
+                version=self.version,
                 blocks=(cache.skipped, cache.evaluations) if cache else (0, 0),
             )
 
     def _encode(self, request: ImageRequest) -> tuple[Conditioning, Conditioning | None]:
         """Encodes the prompts once for all requests of a step, which may be one for each chunk."""
-        asked = request.prompts, request.spec
-        if asked != self._asked:
+        key = request.prompts, request.spec
+        if key != self._asked:
             self._encoded = encode_prompts(self._model, request.prompts.prompts, request.spec)
-            self._asked = asked
+            self._asked = key
         return self._encoded

@@ -102,7 +102,7 @@ class RolloutEngine(ABC, Generic[R]):
 
     An engine is constructed with the keywords `model`, `network`, `dtype` and `chunk_size` and with
     the options of `rollout.engine_kwargs`; also with `quantization`, `compile`, `merge_lora` and
-    `cached_blocks` if the user sets them.
+    `cache_blocks` if the user sets them.
 
     Attributes:
       kind: the `model.kind` that it samples from.
@@ -122,8 +122,8 @@ class RolloutEngine(ABC, Generic[R]):
         if it is standard normal and independent.
       elsewhere: True if others sample. `generate` then gives them the work at once, and `cancel`
         ends a wait for it in another thread.
-      aligns: True if each chunk of `chunk_size` samples is one batch of the network, run by the
-        trainer's own code (`actor.replay=aligned`).
+      version: the step whose LoRA it samples with.
+      pushed: that LoRA, as the trainer gave it; None before the first.
     """
 
     kind: ClassVar[str]
@@ -135,9 +135,10 @@ class RolloutEngine(ABC, Generic[R]):
     finishes_alone: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True
     elsewhere: ClassVar[bool] = False
-    aligns: ClassVar[bool] = False
     takes_images: ClassVar[bool] = False
     draws_seed_noise: ClassVar[bool] = False
+    version: int = 0
+    pushed: Mapping[str, Tensor] | None = None
 
     @classmethod
     def check(
@@ -163,22 +164,40 @@ class RolloutEngine(ABC, Generic[R]):
     def generate(self, request: R) -> Iterator[RolloutChunk]:
         """Yields chunks as they finish, so that scoring can start early."""
 
-    @abstractmethod
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Takes over the LoRA after `version` steps. ValueError unless names and shapes match."""
+        """Hands the LoRA after `version` steps over. ValueError unless names and shapes match.
+
+        Engines do not override it: `take_weights` brings the tensors where they compute.
+        """
+        shapes = self.lora_shapes()
+        if shapes is not None:
+            check_tensors(state, shapes)
+        self.version = version
+        self.pushed = state
+        self.take_weights(state)
+
+    @abstractmethod
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over a LoRA, that of step `self.version`, by the way that this engine has."""
+
+    def lora_shapes(self) -> Mapping[str, torch.Size] | None:
+        """Returns the shapes of the LoRA that it takes, by name; None if it does not know them."""
+        return None
 
     @abstractmethod
     def held_weights(self) -> Mapping[str, Tensor] | None:
         """Returns the LoRA that it samples with, by the trainer's names; None if out of reach."""
 
-    def check_weights(self, pushed: Mapping[str, Tensor], version: int) -> None:
+    def check_weights(self) -> None:
         """Raises EngineError if the engine holds another LoRA than the one pushed last."""
         held = self.held_weights()
-        number = 0 if held is None else other_tensors(held, pushed)
+        if held is None or self.pushed is None:
+            return
+        number = other_tensors(held, self.pushed)
         if number:
             raise EngineError(
-                f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} "
-                f"of {len(pushed)} tensors are missing or others"
+                f"the rollout engine does not hold the trainer's LoRA of step {self.version}: "
+                f"{number} of {len(self.pushed)} tensors are missing or others"
             )
 
     def plain_layers(self) -> int | None:
@@ -206,9 +225,9 @@ class RolloutEngine(ABC, Generic[R]):
         """Frees what the engine holds."""
 
 
-def check_settings(asked: Spec, echoed: Spec) -> None:
+def check_settings(requested: Spec, echoed: Spec) -> None:
     """Raises EngineError if an engine has sampled with other settings than it was asked for."""
-    different = asked.differences(echoed)
+    different = requested.differences(echoed)
     if different:
         raise EngineError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
 
@@ -219,9 +238,10 @@ def check_tensors(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size])
     # Pairs that only one side has: tensors that lack, that are too many, or of another shape.
     different = sorted({name for name, _ in pushed.items() ^ shapes.items()})[:3]
     if different:
-        told = [f"{name} ({shapes.get(name)}, not {pushed.get(name)})" for name in different]
+        listed = [f"{name} ({shapes.get(name)}, not {pushed.get(name)})" for name in different]
         raise ValueError(
-            f"the engine's LoRA has other tensors than the trainer's, among them {', '.join(told)}"
+            "the engine's LoRA has other tensors than the trainer's, among them "
+            f"{', '.join(listed)}"
         )
 
 

@@ -19,7 +19,7 @@ from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.models.quantization import precision
 from flowgrpo_rc.rollout.compiling import compile_blocks
 from flowgrpo_rc.rollout.config import ROUNDED
-from flowgrpo_rc.rollout.engine import R, RolloutEngine, check_tensors
+from flowgrpo_rc.rollout.engine import R, RolloutEngine
 from flowgrpo_rc.rollout.quantization import PACKAGES, plain_layers, quantize
 
 S = TypeVar("S", bound=Spec)
@@ -69,21 +69,18 @@ class Replica:
             quantize(replica, quantization)
         if backend is not None:
             compile_blocks(replica, backend)
-        self.version = 0
 
-    def spec(self, asked: S) -> S:
+    def spec(self, requested: S) -> S:
         """Returns what was asked for, with the precision that the copy really has."""
         tf32 = rounds_to_tf32(self.precision)
-        return dataclasses.replace(asked, dtype=self.precision, tf32=tf32)
+        return dataclasses.replace(requested, dtype=self.precision, tf32=tf32)
 
     @torch.no_grad()
-    def sync(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Copies LoRA tensors. ValueError unless names and shapes are those of the copy."""
-        check_tensors(state, {name: tensor.shape for name, tensor in self.lora.items()})
+    def sync(self, state: Mapping[str, Tensor]) -> None:
+        """Copies LoRA tensors, which have the names and shapes of the copy's."""
         for name, parameter in self.lora.items():
             parameter.copy_(state[name])
         self._merge()
-        self.version = version
 
     @torch.no_grad()
     def _merge(self) -> None:
@@ -100,9 +97,13 @@ class ReplicaEngine(RolloutEngine[R]):
     merges_lora = True
     _replica: Replica
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Copies the trainer's LoRA. ValueError if names or shapes differ."""
-        self._replica.sync(state, version)
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Copies the trainer's LoRA."""
+        self._replica.sync(state)
+
+    def lora_shapes(self) -> dict[str, torch.Size]:
+        """Returns the shapes of the copy's LoRA."""
+        return {name: tensor.shape for name, tensor in self._replica.lora.items()}
 
     def held_weights(self) -> Mapping[str, Tensor]:
         """Returns the LoRA of the copy."""
@@ -144,13 +145,13 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _stored(module: Any) -> list[Tensor]:
     """Returns a checkpoint's floating-point tensors, except what the class keeps in fp32."""
-    found = []
-    for part in transformers(module).values():
-        kept = set(part._keep_in_fp32_modules or ())
-        tensors: dict[str, Tensor] = part.state_dict(keep_vars=True)
-        found += [
+    stored = []
+    for transformer in transformers(module).values():
+        fp32_modules = set(transformer._keep_in_fp32_modules or ())
+        tensors: dict[str, Tensor] = transformer.state_dict(keep_vars=True)
+        stored += [
             tensor
             for name, tensor in tensors.items()
-            if tensor.is_floating_point() and not kept & set(name.split("."))
+            if tensor.is_floating_point() and not fp32_modules & set(name.split("."))
         ]
-    return found
+    return stored

@@ -34,7 +34,8 @@ class TransformersEngine(ReplicaEngine[TextRequest]):
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
         """Yields chunks of `chunk_size` responses."""
-        model, spec = self._model, request.spec
+        model = self._model
+        spec = request.spec
         for rows in request.chunks(self._chunk_size):
             prompts = [request.prompt_of(row) for row in rows]
             seeds = [request.seeds[row] for row in rows]
@@ -44,6 +45,10 @@ class TransformersEngine(ReplicaEngine[TextRequest]):
             )
             uniforms = uniform((spec.response_length,), seeds, "tokens")
             responses = self._policy.rollout(prompt_ids, prompt_mask, spec, uniforms)
+            # The decoding waits for the device, so the host counts tokens without another wait.
+            response_mask = responses.mask.cpu()
+            texts = model.decode(responses.ids, response_mask)
+            lengths = torch.stack([prompt_mask.cpu().sum(1), response_mask.sum(1)], dim=1)
             group = torch.tensor(slots, device=model.device)
             batch = TokenBatch(
                 spec=self._replica.spec(spec),
@@ -54,7 +59,7 @@ class TransformersEngine(ReplicaEngine[TextRequest]):
                 rollout_log_probs=responses.log_probs,
                 group=group,
                 seed=torch.tensor(seeds, device=model.device),
-                policy_version=torch.full_like(group, self._replica.version),
+                policy_version=torch.full_like(group, self.version),
+                lengths=lengths,
             )
-            texts = model.decode(responses.ids, responses.mask)
             yield RolloutChunk(batch=batch, samples=texts, prompts=prompts)

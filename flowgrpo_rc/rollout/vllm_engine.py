@@ -27,7 +27,6 @@ from flowgrpo_rc.rollout.engine import (
     RolloutChunk,
     RolloutEngine,
     TextRequest,
-    check_tensors,
 )
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -82,7 +81,6 @@ class VllmEngine(RolloutEngine[TextRequest]):
         lora = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in lora.items()}
         (config,) = network.peft_config.values()
-        self._version = 0
         # vLLM's process takes the first GPU that it sees, unless it is to use several.
         alone = model.device.type == "cuda" and tensor_parallel_size == 1
         gpus = {VARIABLE: visible_device(model.device)} if alone else {}
@@ -140,11 +138,13 @@ class VllmEngine(RolloutEngine[TextRequest]):
             texts = self._model.decode(chunk.response_ids, chunk.response_mask)
             yield RolloutChunk(batch=chunk, samples=texts, prompts=prompts)
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Replaces the adapter. ValueError if names or shapes differ."""
-        check_tensors(state, self._shapes)
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Replaces the adapter."""
         self._adapter.load(state)
-        self._version = version
+
+    def lora_shapes(self) -> Mapping[str, torch.Size]:
+        """Returns the shapes of the LoRA that the engine was made for."""
+        return self._shapes
 
     def held_weights(self) -> None:
         """Returns None: the weights are in vLLM's process."""
@@ -165,13 +165,19 @@ class VllmEngine(RolloutEngine[TextRequest]):
         seeds = request.seeds[chosen.start : chosen.stop]
         params = [self._sampling_params(spec, seed) for seed in seeds]
         completions = self._complete([prompts[row] for row in rows], params)
-        responses = [torch.tensor(each.token_ids, dtype=torch.long) for each in completions]
-        log_probs = [torch.tensor(each.logprobs.logprobs).float() for each in completions]
+        responses = [
+            torch.tensor(completion.token_ids, dtype=torch.long) for completion in completions
+        ]
+        log_probs = [
+            torch.tensor(completion.logprobs.logprobs).float() for completion in completions
+        ]
         # At temperature 0 the likeliest token has probability 1; vLLM reports that at 1 instead.
         if spec.temperature == 0:
             log_probs = [torch.zeros_like(values) for values in log_probs]
         valid = [torch.ones_like(response, dtype=torch.bool) for response in responses]
         index = torch.tensor(rows, device=device)
+        prompt_lengths = [len(prompts[row]) for row in rows]
+        lengths = [prompt_lengths, [len(response) for response in responses]]
         return TokenBatch(
             # The echo says what vLLM used: it raises temperatures below 0.01. Nobody asks its own
             # process for TF32.
@@ -185,7 +191,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
             rollout_log_probs=pad_sequence(log_probs, batch_first=True).to(device),
             group=torch.tensor(request.prompts.slots, device=device)[index],
             seed=torch.tensor(seeds, device=device),
-            policy_version=torch.full_like(index, self._version),
+            policy_version=torch.full_like(index, self.version),
+            lengths=torch.tensor(lengths).T,
         )
 
     def _sampling_params(self, spec: TokenSpec, seed: int) -> Any:

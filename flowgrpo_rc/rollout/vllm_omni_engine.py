@@ -22,7 +22,6 @@ from flowgrpo_rc.rollout.engine import (
     ImageRequest,
     RolloutChunk,
     RolloutEngine,
-    check_tensors,
 )
 from flowgrpo_rc.rollout.image_chunk import image_chunk
 from flowgrpo_rc.rollout.vllm_omni.channel import Message, fingerprint, weights_to_bind
@@ -94,7 +93,6 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         ((self._adapter, self._lora_config),) = network.peft_config.items()
         state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
-        self._version = 0
         self._bound: dict[str, Tensor] = {}
         self._restarts_left = max_restarts
         self._sleeps = sleep
@@ -140,10 +138,12 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         options: Mapping[str, Any],
     ) -> None:
         """Raises ValueError for what vLLM-Omni cannot take, ImportError if it is missing."""
-        defaults = {name: each.default for name, each in signature(cls).parameters.items()}
-        given = defaults | dict(options)
-        _check_model(pipeline_class, absent, given["quantization"])
-        _check_options(device, given)
+        defaults = {
+            name: parameter.default for name, parameter in signature(cls).parameters.items()
+        }
+        values = defaults | dict(options)
+        _check_model(pipeline_class, absent, values["quantization"])
+        _check_options(device, values)
         if find_spec("vllm_omni") is None:
             raise ImportError(f"vLLM-Omni is not installed: {install_hint('vllm-omni')}")
 
@@ -189,18 +189,20 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
                     conditioning,
                     negative,
                     spec=SamplerSpec(**reply.fields["spec"]),
-                    version=self._version,
+                    version=self.version,
                 )
             start = rows.stop
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+    def lora_shapes(self) -> Mapping[str, torch.Size]:
+        """Returns the shapes of the LoRA that the engine was made for."""
+        return self._shapes
+
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
         """Sends the LoRA and checks what the engine's layers hold afterwards."""
-        check_tensors(state, self._shapes)
         scale = self._lora_config.lora_alpha / self._lora_config.r
         tensors = weights_to_bind(
             state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype]
         )
-        self._version = version
         # The trainer changes its tensors in place, and a restarted engine needs these.
         self._bound = {name: tensor.clone() for name, tensor in tensors.items()}
         try:
@@ -217,7 +219,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
     def _push(self) -> None:
         """Sends the LoRA of the present version to the engine."""
-        fields = {"version": self._version, "rank": self._lora_config.r}
+        fields = {"version": self.version, "rank": self._lora_config.r}
         self._make_room()
         (done,) = self._process.ask("sync", fields, self._bound)
         self._check_held(done)
@@ -243,10 +245,11 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
     def _check_held(self, reply: Message) -> None:
         """Ends the engine and raises EngineError unless its layers hold all of the last LoRA."""
-        held, pushed = reply.fields["fingerprint"], fingerprint(self._bound)
+        held = reply.fields["fingerprint"]
+        pushed = fingerprint(self._bound)
         if held != pushed:
             self._process.fail(
-                f"does not hold the LoRA of step {self._version}: it bound "
+                f"does not hold the LoRA of step {self.version}: it bound "
                 f"{reply.fields['modules']} of {len(self._shapes) // 2} modules, and their "
                 f"fingerprint is {held[:12]}, the trainer's {pushed[:12]}"
             )
@@ -282,9 +285,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
 def _trajectory(tensors: Mapping[str, Tensor], device: torch.device) -> Trajectory:
     """Returns what a chunk's reply holds."""
-    own = {name: tensor.to(device) for name, tensor in tensors.items()}
-    schedule = Schedule(own.pop("sigmas"), own.pop("timesteps"))
-    return Trajectory(schedule=schedule, **own)
+    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+    schedule = Schedule(moved.pop("sigmas"), moved.pop("timesteps"))
+    return Trajectory(schedule=schedule, **moved)
 
 
 def _conditioning(
@@ -294,12 +297,12 @@ def _conditioning(
     distinct = list(dict.fromkeys(texts))
     rows = torch.tensor([distinct.index(text) for text in texts])
     mask = encoded.get(f"{prefix}prompt_embeds_mask")
-    found = Conditioning(
+    conditioning = Conditioning(
         embeds=encoded[f"{prefix}prompt_embeds"],
         pooled=encoded.get(f"{prefix}pooled_prompt_embeds"),
         mask=None if mask is None or mask.all() else mask.bool(),
     )
-    return found[rows].to(device)
+    return conditioning[rows].to(device)
 
 
 def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:
@@ -322,8 +325,9 @@ def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str |
         )
 
 
-def _check_options(device: torch.device, given: Mapping[str, Any]) -> None:
-    gpus, fraction = given["tensor_parallel_size"], given["memory_fraction"]
+def _check_options(device: torch.device, options: Mapping[str, Any]) -> None:
+    gpus = options["tensor_parallel_size"]
+    fraction = options["memory_fraction"]
     if gpus < 1:
         raise ValueError(f"tensor_parallel_size={gpus}: give at least 1")
     if gpus > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -334,18 +338,18 @@ def _check_options(device: torch.device, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"memory_fraction={fraction} has no effect with tensor_parallel_size={gpus}: drop it"
         )
-    if given["attention_backend"] is not None:
-        check_choice("attention_backend", given["attention_backend"], ATTENTION_BACKENDS)
+    if options["attention_backend"] is not None:
+        check_choice("attention_backend", options["attention_backend"], ATTENTION_BACKENDS)
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction={fraction}: give a number above 0 and at most 1")
     if device.type != "cuda":
         without = {"tensor_parallel_size": 1, "memory_fraction": None, "sleep": False}
         for name, default in without.items():
-            if given[name] != default:
+            if options[name] != default:
                 raise ValueError(f"{name} has no effect on {device.type}: it is for GPUs")
-    restarts = given["max_restarts"]
+    restarts = options["max_restarts"]
     if not (isinstance(restarts, int) and restarts >= 0):
         raise ValueError(f"max_restarts={restarts!r}: give a number of at least 0")
     for name in ("timeout_s", "start_timeout_s"):
-        if not given[name] > 0:
-            raise ValueError(f"{name}={given[name]}: give a number of seconds above 0")
+        if not options[name] > 0:
+            raise ValueError(f"{name}={options[name]}: give a number of seconds above 0")

@@ -4,12 +4,10 @@ import math
 from dataclasses import dataclass, field
 
 from flowgrpo_rc.core.advantages import ESTIMATORS
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.plugins import check_choice, check_least, check_packages
 
-OLD_LOG_PROBS = ("auto", "recompute")
-REPLAYS = ("any", "aligned")
 KL_REFERENCES = ("base", "start")
 OPTIMIZERS = ("adamw", "adamw_8bit")
 # Settings of the update that are 1 or more, or null where the docstring says what null means.
@@ -57,11 +55,11 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
-    def validate(self) -> None:
-        """Raises ValueError for a wrong setting."""
+    def validate(self) -> Rules:
+        """Returns the rollout correction, parsed. Raises ValueError for a wrong setting."""
         check_choice("algorithm.adv_estimator", self.adv_estimator, ESTIMATORS)
         self.filter_groups.validate()
-        self.rollout_correction.validate()
+        return self.rollout_correction.validate()
 
 
 @dataclass(kw_only=True)
@@ -138,11 +136,6 @@ class ActorConfig:
     kl_loss_coef: what that KL is multiplied by.
     kl_reference: `base` is the base model (the adapter switched off), `start` the LoRA of
         model.lora_path as it was.
-    old_log_probs: in decoupled mode, `auto` takes the first mini-batch's own forwards for its old
-        policy, where its correction allows that; `recompute` never does.
-    replay: `aligned` insists that a micro-batch is what the rollout evaluated together, so that
-        equal precisions give a ratio of exactly 1 where a row's last bits depend on the size of its
-        batch; `any` lets the sizes differ.
     """
 
     train_n: int | None = None
@@ -153,15 +146,13 @@ class ActorConfig:
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.04
     kl_reference: str = "base"
-    old_log_probs: str = "auto"
-    replay: str = "any"
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
 
     def validate(self) -> None:
-        """Raises ValueError for a wrong setting."""
+        """Raises ValueError for a wrong setting. The sections of losses check themselves."""
         for name in COUNTS:
             check_least(f"actor.{name}", getattr(self, name), 1)
         if self.use_kl_loss and not self.kl_loss_coef > 0:
@@ -170,9 +161,5 @@ class ActorConfig:
                 "than 0"
             )
         check_choice("actor.kl_reference", self.kl_reference, KL_REFERENCES)
-        check_choice("actor.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
-        check_choice("actor.replay", self.replay, REPLAYS)
-        self.diffusion_loss.validate()
-        self.token_loss.validate()
         self.optim.validate()
         self.ema.validate()

@@ -1,13 +1,22 @@
 """The first pass over the prompts of a run, before its first step (`model.prompt_cache`)."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import PromptSampler, shard
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED
 from flowgrpo_rc.evaluation.suite import Suite
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
+from flowgrpo_rc.models.index import model_file
+from flowgrpo_rc.models.prompt_cache import PromptCache
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
+from flowgrpo_rc.records.inputs import model_inputs
 from flowgrpo_rc.rewards.base import batches
 from flowgrpo_rc.training.tasks.image import ImageTask
 from flowgrpo_rc.training.tasks.task import Task
@@ -47,3 +56,23 @@ def encode_ahead(
         for batch, spec in asked:
             encode_prompts(model, batch, spec)
     model.network.to(model.device)
+
+
+def make_prompt_cache(
+    config: ModelConfig, model: FlowModel, device: torch.device, *, tf32: bool
+) -> PromptCache:
+    """Makes what keeps encoded prompts; whatever changes their bits is part of its settings."""
+    left_out = {*model.networks, "scheduler"}
+    folder = model_file(config.path, INDEX_FILES["diffusion"]).parent
+    read = model_inputs("model.path", folder).items()
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    settings = {
+        "files": {name: file.digest for name, file in read if name.split("/")[1] not in left_out},
+        "model": [str(type(model)), config.dtype, tf32],
+        # Libraries choose a kernel by machine and threads.
+        "machine": [card, torch.get_num_threads()],
+        "versions": [version(name) for name in ("torch", "transformers", "diffusers")],
+    }
+    place = str(config.prompt_cache)
+    cache_folder = None if place == "memory" else Path(place).expanduser()
+    return PromptCache(settings, cache_folder, by_batch=model.pads_to_longest)

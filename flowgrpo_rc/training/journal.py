@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,18 +52,14 @@ class Journal:
         """Writes the rejected samples of all processes down."""
         if algorithm.decisions is None:
             return
-        rows: list[dict[str, Any]] = []
-        with self.log.spared("rejected samples"):
-            rows = self.rejected.rows(
-                step,
-                algorithm.decisions.take(),
-                collected.batch,
-                collected.shown,
-                rewards,
-                cell_names,
-                algorithm.auto_bands,
-            )
-        # All processes get here, whether or not they could write their pictures.
+        rows = self.rejected.rows(
+            algorithm.decisions.take(),
+            collected.batch,
+            collected.shown,
+            rewards,
+            cell_names,
+            algorithm.auto_bands,
+        )
         rows = self.processes.gather_objects(rows)
         if self.processes.is_main:
             self.log.rejected(step, rows)

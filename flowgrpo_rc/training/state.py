@@ -63,7 +63,7 @@ class RunState:
             self.health.load_state_dict(resumed.state["health"])
             self.algorithm.load(resumed.tensors)
             self._check_names(resumed)
-            self.source.load(resumed.state.get("source", {}))  # earlier versions wrote none
+            self.source.load(resumed.state["source"])
             lora = self.update.lora_state()
             for version, weights in sorted(resumed.older_weights().items()):
                 older = check_tensors(f"{OLDER}{version}", weights, lora)

@@ -40,7 +40,6 @@ class WorkersEngine(RolloutEngine[Any]):
         """Starts the pool, or joins that of another process if `make_engine` is None."""
         self._settings = settings
         self._device = device
-        self._version = 0
         self._owns = make_engine is not None
         self._pool = (
             ray.get_actor(_POOL) if make_engine is None else _started(make_engine, settings)
@@ -50,18 +49,17 @@ class WorkersEngine(RolloutEngine[Any]):
         """Hands all chunks to the workers at once; yields them in their order."""
         boxed = [ray.put(request)]
         asked = [
-            (rows, self._pool.sample.remote(boxed, rows, self._version))
+            (rows, self._pool.sample.remote(boxed, rows, self.version))
             for rows in request.chunks(self._settings.chunk_size)
         ]
-        return self._chunks(request, boxed, asked, self._version)
+        return self._chunks(request, boxed, asked, self.version)
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Puts a version of the LoRA into the object store; chunks asked for later get it."""
-        self._version = version
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Puts the LoRA into the object store; chunks asked for later get it."""
         if self._owns:
             adapter = [ray.put(to_bytes(state))]
             with _told():
-                ray.get(self._pool.put_adapter.remote(version, adapter))
+                ray.get(self._pool.put_adapter.remote(self.version, adapter))
 
     def held_weights(self) -> None:
         """Returns None: each worker compares what it holds after every chunk."""
@@ -108,11 +106,11 @@ class WorkersEngine(RolloutEngine[Any]):
         while asked:
             rows, reference = asked.pop(0)  # so that Ray can free it when it has been read
             sampled = self._received(boxed, rows, version, reference)
-            tensors = {n: t.to(self._device) for n, t in load(sampled.tensors).items()}
+            tensors = load(sampled.tensors)
             latents = tensors.pop(LATENTS, None)
             if rows.start == 0:
-                encoded = {name: value for name, value in tensors.items() if "." in name}
-            batch = unpack(PackedBatch(sampled.header, encoded | tensors))
+                encoded = {n: t.to(self._device) for n, t in tensors.items() if "." in n}
+            batch = unpack(PackedBatch(sampled.header, tensors | encoded), self._device)
             if isinstance(batch, DiffusionBatch):
                 # `concat` keeps encoded prompts once if they are one object in all chunks.
                 first = first or batch
@@ -123,7 +121,7 @@ class WorkersEngine(RolloutEngine[Any]):
                 # Ray's shared memory is read-only; rewards are foreign code.
                 samples=samples.copy() if isinstance(samples, np.ndarray) else samples,
                 prompts=[request.prompt_of(row) for row in rows],
-                latents=latents,
+                latents=None if latents is None else latents.to(self._device),
                 blocks=sampled.blocks,
             )
 

@@ -60,7 +60,6 @@ class Worker:
         set_allocator()  # a node that joined a cluster has not the trainer's environment
         self._engine: RolloutEngine[Any]
         self._version: int | None = None
-        self._state: Mapping[str, Tensor] = {}
 
     def machine(self) -> str:
         """Returns the name of its machine; it is answered when there is room for the worker."""
@@ -79,8 +78,7 @@ class Worker:
         `adapter` holds a reference to that LoRA, which is fetched if the version is another one.
         """
         if version != self._version:
-            self._state = load(ray.get(adapter[0]))
-            self._engine.sync_weights(self._state, version)
+            self._engine.sync_weights(load(ray.get(adapter[0])), version)
             self._version = version
         chunks = list(self._engine.generate(replace(request, only=rows)))
         if [len(chunk.prompts) for chunk in chunks] != [len(rows)]:
@@ -91,7 +89,7 @@ class Worker:
         (chunk,) = chunks
         check_settings(request.spec, chunk.batch.spec)
         self._engine.check_quantization(request.spec)
-        self._engine.check_weights(self._state, version)
+        self._engine.check_weights()
         packed = pack(chunk.batch)
         tensors = {
             name: tensor

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from support.compositions import checked_config
 from support.image_rollouts import make_spec, sample_images, trained_lora
 from support.verl_omni_commands import NFT
 
 from flowgrpo_rc.algorithms.diffusion_nft.algorithm import ForwardProcess
 from flowgrpo_rc.algorithms.diffusion_nft.graph import VelocityGraph
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
@@ -67,10 +68,10 @@ def test_the_script_of_verl_omni_has_the_loss_of_its_code(
     batch, _ = sample_images(model, network, spec, [[]])
     advantages = torch.tensor([1.5, -7.0, 0.5, 1.0], dtype=torch.float64)
     own = [f"actor_rollout_ref.actor.diffusion_loss.{each}" for each in further]
-    actor = to_config(compose_config([*NFT, *own])).actor
+    actor = checked_config(compose_config([*NFT, *own])).actor
     chosen = {key: getattr(actor, key) for key in ("use_kl_loss", "kl_loss_coef")}
     section = actor.diffusion_loss
-    update, algorithm = make(model, section.forward, micro=2, limit=section.adv_clip_max, **chosen)
+    update, algorithm = make(model, section.loss(), micro=2, limit=section.adv_clip_max, **chosen)
     named = lora_parameters(network)
     old = weights(model)
     with torch.no_grad():

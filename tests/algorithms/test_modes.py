@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.compositions import resolved
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of, update_of
@@ -160,7 +161,7 @@ def test_own_forwards_are_the_recompute_bit_for_bit(
     settings, loss_settings, window, actor = IMAGES[case]
     monkeypatch.setitem(WINDOWS, "one", [[1]])
     correction = RolloutCorrectionConfig(**settings)
-    assert why_recompute(correction, sees_rows=window == "one") is None
+    assert why_recompute(correction, correction.rules(), sees_rows=window == "one") is None
     config = LossConfig(
         rollout_correction=correction,
         diffusion_loss=DiffusionLossConfig(clip_ratio=1e-2, **loss_settings),
@@ -181,7 +182,7 @@ def test_own_forwards_are_the_recompute_bit_for_bit(
         bands.judge(batch, 0.9 * seen.log_probs + 0.1 * batch.rollout_log_probs, 0.9 * seen.step_kl)
         bands.finish(identity)
     loss = DiffusionObjective(config).terms
-    options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
+    options = {"keep_means": config.diffusion_loss.loss().needs_means, "bands": bands, **actor}
     runs = []
     forwards = []
     for own in (True, False):
@@ -214,7 +215,7 @@ TEXT: dict[str, dict[str, Any]] = {
 def test_own_forwards_of_text_are_the_recompute_bit_for_bit(case: str) -> None:
     """A forward sees whole responses, so it can judge sequences as well."""
     correction = RolloutCorrectionConfig(**TEXT[case])
-    assert why_recompute(correction, sees_rows=True) is None
+    assert why_recompute(correction, correction.rules(), sees_rows=True) is None
     settings = ModelConfig(kind="causal_lm", path=str(assets.path("tiny_adder_lm")), lora_rank=4)
     language = load_causal_lm(settings, torch.device("cpu"))
     policy = TokenPolicy(language, add_lora(language, settings, seed=0))
@@ -306,16 +307,15 @@ def test_why_old_log_probs_are_recomputed(
 ) -> None:
     correction = RolloutCorrectionConfig(**settings)
     correction.validate()
-    found = why_recompute(correction, sees_rows=sees_rows)
+    found = why_recompute(correction, correction.rules(), sees_rows=sees_rows)
     assert (found is None) == (word is None)
     assert word is None or word in found
 
 
 def test_the_window_decides_what_a_forward_sees() -> None:
     config = Config()
+    config.model.path = "a/b"
     config.algorithm.rollout_correction = RolloutCorrectionConfig(rollout_is="sequence")
-    assert "all steps" in config.why_recompute()
+    assert "all steps" in resolved(config).why_recompute
     config.rollout.algo.sde_window_size = 1
-    assert config.why_recompute() is None
-    config.actor.old_log_probs = "recompute"
-    assert config.why_recompute() == "actor.old_log_probs=recompute"
+    assert resolved(config).why_recompute is None

@@ -105,7 +105,7 @@ def iterate(
         micro_batch_size=2,
         auto_bands=bands,
         own_forwards=own_forwards,
-        keep_means=config.diffusion_loss.needs_means,
+        keep_means=config.diffusion_loss.loss().needs_means,
         terms=DiffusionObjective(config).terms,
     )
     update = update_of(mode, lr=1e-4, **actor)

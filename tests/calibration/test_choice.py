@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.compositions import config_of
+from support.compositions import checked_config, config_of, resolved, spec_of
 
 from flowgrpo_rc.calibration.choice import Settings, bound_of, check_modes, choose
 from flowgrpo_rc.calibration.measure import Mismatch
-from flowgrpo_rc.config.check_settings import check_settings
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
 from flowgrpo_rc.monitoring.mismatch import round_up
 from flowgrpo_rc.policies.base import Evaluation
+from flowgrpo_rc.spec.check_settings import check_settings
 
 
 def mismatch(*scales: float) -> Mismatch:
@@ -35,6 +35,7 @@ def mismatch(*scales: float) -> Mismatch:
 
 KEY = "algorithm.rollout_correction"
 MODE = f"{KEY}.bypass_mode"
+PLAIN = f"{KEY}.centered=false"
 CLIP = "actor.diffusion_loss.clip_ratio"
 THRESHOLD = "actor.diffusion_loss.kl_threshold"
 REINFORCE = [f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_mode=true"]
@@ -48,12 +49,12 @@ KL = 3e-6
 def settings(
     found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None
 ) -> Settings:
-    config = config_of(*overrides).with_fixed_clip()
+    spec = spec_of(PLAIN, *overrides)
     differences = found.differences
     std = torch.full_like(differences, STD)
     kl = torch.full_like(differences, KL)
     measured = Evaluation(differences, GaussianSteps(std, -std, kl, differences + kl), None)
-    return choose(config, bound_of(config, differences, measured), mode=mode, doubt=doubt)
+    return choose(spec, bound_of(spec, differences, measured), mode=mode, doubt=doubt)
 
 
 def loss_mode(name: str) -> str:
@@ -140,15 +141,14 @@ def test_centered_is_in_bypass_mode_with_a_clip_on_the_centered_log_ratio() -> N
 
 
 def test_a_clip_that_follows_the_mismatch_gives_way_to_a_number() -> None:
-    auto = (f"{CLIP}=auto:4", "actor.diffusion_loss.auto_floor=2e-4", f"{KEY}.bypass_mode=true")
+    auto = (f"{CLIP}=auto:4", f"{KEY}.bypass_mode=true")
     found = settings(mismatch(1e-4), *auto)
     assert found.values[CLIP] == pytest.approx(up(1.25 * Z99 * 1e-4))
-    assert found.values["actor.diffusion_loss.auto_floor"] is None
     for mode in ("auto", "bypass", "decoupled"):
-        check_modes(config_of(*auto), mode)
+        check_modes(spec_of(*auto), mode)
     group = config_of("+correction=centered")
     assert group.actor.diffusion_loss.auto
-    check_modes(group, "auto")
+    check_modes(resolved(group), "auto")
 
 
 def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
@@ -159,12 +159,12 @@ def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
         1e-5,
         False,
     )
-    config = config_of(*overrides)
+    spec = spec_of(PLAIN, *overrides)
     differences = mismatch(1e-4).differences
     for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
         gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
-        bound = bound_of(config, differences, Evaluation(differences, gaussian, None))
-        chosen = choose(config, bound, mode="auto", doubt=None)
+        bound = bound_of(spec, differences, Evaluation(differences, gaussian, None))
+        chosen = choose(spec, bound, mode="auto", doubt=None)
         assert (chosen.values[MODE], chosen.values[THRESHOLD]) == (
             bypass,
             pytest.approx(threshold, rel=0.03),
@@ -201,7 +201,7 @@ def test_without_a_bound_only_mode_and_bands_are_set() -> None:
         assert not any(key.startswith("actor.diffusion_loss") for key in found.values)
         assert found.values[f"{KEY}.rollout_rs_threshold"] == "auto:4"
         assert any("it is off" in note for note in found.notes) is (doubt is not None)
-        check_settings(found.applied(config_of(*own(Unbounded))))
+        check_settings(resolved(found.applied(config_of(*own(Unbounded)))))
 
 
 def test_the_bound_may_be_an_option_of_the_loss_itself(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_reinforce_has_its_mode_and_no_clip() -> None:
     for doubt in (None, "it is off"):
         found = settings(mismatch(1e-2), *REINFORCE, doubt=doubt)
         assert (found.values[MODE], CLIP in found.values) == (True, False)
-        check_settings(found.applied(config_of(*REINFORCE)))
+        check_settings(resolved(found.applied(config_of(*REINFORCE))))
     with pytest.raises(ValueError, match="--mode decoupled"):
-        check_modes(config_of(*REINFORCE), "decoupled")
+        check_modes(spec_of(*REINFORCE), "decoupled")
 
 
 BYPASS = f"{KEY}.bypass_mode=true"
@@ -229,7 +229,6 @@ WEIGHTS = f"{KEY}.rollout_is=token"
 @pytest.mark.parametrize(
     ("first", "setting", "value"),
     [
-        (DECOUPLED, "actor.old_log_probs=recompute", "auto"),
         (DECOUPLED, f"{KEY}.exclude_rejected=true", None),
         (f"{DECOUPLED} {WEIGHTS}", f"{KEY}.rollout_is_batch_normalize=true", False),
         (f"{DECOUPLED} {WEIGHTS}", f"{KEY}.rollout_is_mode=mask", None),
@@ -243,12 +242,12 @@ def test_settings_that_the_chosen_mode_refuses_are_changed(
     key = setting.partition("=")[0]
     mode, other = ("decoupled", "bypass") if first == BYPASS else ("bypass", "decoupled")
     config = config_of(*given)
-    check_modes(config, "auto")
+    check_modes(resolved(config), "auto")
     found = settings(mismatch(1e-4), *given, mode=mode)
     assert key in found.values
     assert found.values[key] == value
     assert any(note.startswith(f"{key}=") and mode in note for note in found.notes)
-    check_settings(found.applied(config))
+    check_settings(resolved(found.applied(config)))
     # The configuration is in the other mode already.
     assert key not in settings(mismatch(1e-4), *given, mode=other).values
 
@@ -258,7 +257,7 @@ def composed_with(found: Settings, folder: Path, *overrides: str) -> Config:
     (folder / "calibration").mkdir()
     (folder / "calibration" / "measured.yaml").write_text(found.yaml(["A header."]))
     given = [*overrides, "+calibration=measured"]
-    return to_config(compose_config(given, config_dir=str(folder)))
+    return checked_config(compose_config(given, config_dir=str(folder)))
 
 
 def test_the_file_says_what_is_applied(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.compositions import checked_config
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
+from flowgrpo_rc.config.compose import compose_config, config_folder
 
 PROMPTS = f"[{assets.path('prompts/glyph_val.txt')}]"
 
@@ -17,5 +18,5 @@ def test_every_configuration_composes(name: str) -> None:
     )
     # A command of verl-omni chooses its reward itself.
     reward = ["reward.terms.ocr.weight=1"] if name == "verl_omni" else []
-    config = to_config(compose_config([*files, *reward], config_name=name))
+    config = checked_config(compose_config([*files, *reward], config_name=name))
     assert config.rollout.n > 1

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.compositions import checked_config
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compose import Composition, compose_all, compose_config, to_config
+from flowgrpo_rc.config.compose import Composition, compose_all, compose_config
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
 SECTION = "algorithm:\n  rollout_correction:\n"
@@ -62,7 +63,7 @@ def test_a_block_alone_builds_on_the_bundled_job(
 ) -> None:
     found = composed(tmp_path, text.replace("BLOCK", block))
     found.check()
-    config = to_config(found.config)
+    config = checked_config(found.config)
     correction = config.algorithm.rollout_correction
     assert {name: getattr(correction, name) for name in expected} == expected
     assert config.rollout.pipeline.width == 64
@@ -145,14 +146,14 @@ def test_overrides_come_on_top_of_a_block(tmp_path: Path) -> None:
     block = f"{SECTION}    rollout_rs: token\n    rollout_rs_threshold: 2.0\n"
     key = "algorithm.rollout_correction"
     found = composed(tmp_path, block, f"{key}.rollout_rs_threshold=3.0", f"{key}.use_tis=true")
-    correction = to_config(found.config).algorithm.rollout_correction
+    correction = checked_config(found.config).algorithm.rollout_correction
     assert (correction.rollout_rs, correction.rollout_rs_threshold) == ("token", 3.0)
     assert (correction.rollout_is, correction.bypass_mode) == ("token", False)
 
 
 def test_a_preset_alone_is_a_block(tmp_path: Path) -> None:
     found = composed(tmp_path, "algorithm: {rollout_correction: geo_rs}\n").config
-    assert to_config(found).algorithm.rollout_correction == RolloutCorrectionConfig.geo_rs()
+    assert checked_config(found).algorithm.rollout_correction == RolloutCorrectionConfig.geo_rs()
 
 
 def test_a_file_in_own_words_is_left_alone(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_a_file_in_own_words_is_left_alone(tmp_path: Path) -> None:
             ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"],
         ),
         ("rollout: {redraw: 2}", ["mine.yaml", "rollout.redraw=2: give true or false"]),
-        ("rollout: {compile: 2}", ["rollout.compile", "'2'", "which the page of all keys lists"]),
+        ("rollout: {compile: 2}", ["rollout.compile=2", "give true or false"]),
         ("rollout: 3", ["rollout=3", "a section of keys"]),
         ("rollout: {n: many}", ["rollout.n", "mine", "'many'"]),
         ("data: {seed: 1}\nrollout: {n: many}", ["rollout.n: In 'mine'", "'many'"]),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from support.compositions import checked_config
 
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.config.from_python import override_lines
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.evaluation.suite import read_suite
@@ -27,7 +28,7 @@ def test_a_duration_is_a_number_of_seconds(text: str, seconds: float) -> None:
 @pytest.mark.parametrize("text", ["2hours", "1h-", "h2", "5 m"])
 def test_what_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"trainer\.max_time"):
-        to_config(compose_config([f"trainer.max_time='{text}'"]))
+        checked_config(compose_config([f"trainer.max_time='{text}'"]))
 
 
 def test_other_keys_and_other_values_stay() -> None:

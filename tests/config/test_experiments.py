@@ -6,22 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
-from support.compositions import config_of
+from support.compositions import checked_config, config_of, resolved
 from support.verl_omni_commands import QWEN_IMAGE
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.check_inputs import prompts_of
-from flowgrpo_rc.config.check_settings import check_settings
-from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
-from flowgrpo_rc.config.settle import settled
+from flowgrpo_rc.config.compose import compose_config, config_folder
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.models.base import ModelConfig, adapter_of
-from flowgrpo_rc.rewards.manager import check_kind
+from flowgrpo_rc.rewards.manager import build_terms, check_kind
 from flowgrpo_rc.rollout.check_model import check_model
+from flowgrpo_rc.spec.check_inputs import prompts_of
+from flowgrpo_rc.spec.check_settings import check_settings
 
 NAMES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
 # Those without a published recipe of their own begin with the one default of images.
@@ -53,13 +51,13 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
     folder = find_architecture(config.model.path, config_folder() / "architectures")
     adapter = adapter_of(ModelConfig(path=str(folder)))
     check_model(adapter, config.rollout)
-    check_kind(config.reward, adapter.makes)
+    check_kind(build_terms(config.reward), adapter.makes)
 
 
 @pytest.mark.parametrize("file", [*(f"experiment/{name}" for name in NAMES), "sd35_medium_ocr"])
 def test_exact_products_beside_an_fp32_vae_are_explained(file: str) -> None:
     """`trainer.tf32` is false by default, which costs an fp32 LoRA dearly on a card."""
-    config = to_config(compose_config([], config_name=file))
+    config = checked_config(compose_config([], config_name=file))
     folder = find_architecture(config.model.path, config_folder() / "architectures")
     adapter = adapter_of(ModelConfig(path=str(folder)))
     in_bf16 = adapter.vae_in_bf16 and config.model.dtype == "bf16"
@@ -75,8 +73,9 @@ def has_bands_that_follow(config: Config, *, bypass_mode: bool) -> bool:
 
 def is_default_of_images(config: Config) -> bool:
     """Returns whether it is in bypass mode, centered, with bands and a clip that follow."""
-    config = settled(config, torch.device("cpu"))
-    clips = config.actor.diffusion_loss.clip_ratio == "auto:16" and config.keep_means()
+    spec = resolved(config)
+    config = spec.config
+    clips = config.actor.diffusion_loss.clip_ratio == "auto:16" and spec.keeps_means
     is_centered = config.algorithm.rollout_correction.centered
     return has_bands_that_follow(config, bypass_mode=True) and bool(is_centered) and clips
 
@@ -100,7 +99,7 @@ def test_one_without_a_recipe_has_the_default_of_images(name: str) -> None:
 def test_two_machines_train_twice_the_prompts_and_nothing_else_differs(name: str) -> None:
     larger, config = experiment(name), experiment(name.replace("_16x", "_8x"))
     with pytest.raises(ValueError, match=r": (start|give) \d+"):
-        check_settings(config, num_processes=16)
+        check_settings(resolved(config, 16))
     config.data.train_batch_size *= 2
     config.actor.ppo_mini_batch_size *= 2
     config.trainer.output_dir = f"outputs/{name}"
@@ -114,7 +113,7 @@ def test_the_default_of_images() -> None:
 
 def test_the_first_run_of_a_real_model_is_the_recipe_on_prompts_of_the_package() -> None:
     config = experiment("sd35_medium_signs_1xh100")
-    sampler, held_out, _ = prompts_of(config)
+    sampler, held_out, _ = prompts_of(resolved(config))
     assert (len(sampler.prompts), len(held_out)) == (1000, 200)
     assert config.rollout.val_kwargs.n == 64
     assert not {p.text for p in sampler.prompts} & {p.text for p in held_out}
@@ -126,7 +125,7 @@ def test_it_takes_a_calibration_of_the_user(tmp_path: Path) -> None:
     settings = "# @package _global_\nactor: {diffusion_loss: {clip_ratio: 7.0e-4}}\n"
     (tmp_path / "calibration" / "measured.yaml").write_text(settings)
     given = [f"+experiment={NAMES[0]}", "+calibration=measured"]
-    config = to_config(compose_config(given, config_dir=str(tmp_path)))
+    config = checked_config(compose_config(given, config_dir=str(tmp_path)))
     assert config.actor.diffusion_loss.clip_ratio == 7e-4
     assert config.model.path == experiment(NAMES[0]).model.path
 
@@ -138,11 +137,12 @@ def test_mixgrpo_flash_evaluates_fewer_steps_behind_its_window() -> None:
 
 def test_diffusion_nft_has_its_published_settings() -> None:
     config = experiment("sd35_medium_ocr_nft_8xh100")
-    check_settings(config, num_processes=8)
-    assert config.trained_steps() == 9
+    spec = resolved(config, 8)
+    check_settings(spec)
+    assert spec.trained_steps == 9
     assert (config.rollout.evaluations(), config.rollout.spec().tail_start) == (10, 0)
     assert (config.actor.kl_loss_coef, config.actor.optim.lr) == (1e-4, 3e-4)
-    loss = config.actor.diffusion_loss.forward
+    loss = spec.loss
     assert isinstance(loss, DiffusionNFT)
     assert loss.beta == 0.1
     decays = [loss.old_decay(updates) for updates in (74, 75, 76, 175, 300)]

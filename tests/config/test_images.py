@@ -8,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from support.compositions import config_of
+from support.compositions import config_of, resolved
 from support.tiny_models import png
 
-from flowgrpo_rc.config.check_engine import engine_of
-from flowgrpo_rc.config.check_inputs import check_overlap, prompts_of
-from flowgrpo_rc.config.checks import check_run
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.qwen_image_edit import QwenImageEdit
 from flowgrpo_rc.rollout.check_model import check_model
+from flowgrpo_rc.spec.check_engine import check_engine
+from flowgrpo_rc.spec.check_inputs import check_overlap, prompts_of
+from flowgrpo_rc.spec.checks import check_run
 
 
 @pytest.fixture
@@ -44,17 +43,17 @@ def edits(saved: Callable[[str], Path], tmp_path: Path) -> Config:
 
 def test_a_size_that_the_model_does_not_take_is_said_with_its_line(edits: Config) -> None:
     with pytest.raises(ValueError, match=r"train\.jsonl, line 2: .*b\.png: Image too small: 60"):
-        check_run(edits, torch.device("cpu"), trains=False)
+        check_run(resolved(edits), trains=False)
 
 
 def test_the_same_words_about_another_picture_are_another_prompt(
     edits: Config, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="1 of 1 held-out prompts are training prompts"):
-        check_overlap(edits, prompts_of(edits))
+        check_overlap(edits, prompts_of(resolved(edits)))
     (tmp_path / "c.png").write_bytes(png(np.ones((64, 64, 3), np.uint8)))
     (tmp_path / "val.jsonl").write_text('{"prompt": "\\"X\\"", "image": "c.png"}')
-    check_overlap(edits, prompts_of(edits))
+    check_overlap(edits, prompts_of(resolved(edits)))
 
 
 def test_a_distilled_checkpoint_takes_no_guidance(edits: Config) -> None:
@@ -69,13 +68,13 @@ def test_a_distilled_checkpoint_takes_no_guidance(edits: Config) -> None:
     edits.model.path = str(folder)
     edits.rollout.pipeline.guidance_scale = 2.0
     with pytest.raises(ValueError, match=r"rollout\.pipeline\.guidance_scale=2\.0 has no effect"):
-        check_run(edits, torch.device("cpu"), trains=False)
+        check_run(resolved(edits), trains=False)
 
 
 def test_an_engine_that_encodes_texts_alone_is_refused(edits: Config) -> None:
     edits.rollout.name = "vllm_omni_engine"
     with pytest.raises(ValueError, match=r"vllm_omni_engine samples from texts alone"):
-        engine_of(edits)
+        check_engine(resolved(edits))
 
 
 def test_an_editing_model_asks_for_images_and_for_its_package(
@@ -89,4 +88,4 @@ def test_an_editing_model_asks_for_images_and_for_its_package(
     edits.rollout.pipeline.condition_images = 1
     monkeypatch.setattr("flowgrpo_rc.models.flux2_klein.Flux2Klein.packages", ("no_such_package",))
     with pytest.raises(ValueError, match=r"needs no_such_package: pip install .*torchvision"):
-        check_run(edits, torch.device("cpu"), trains=False)
+        check_run(resolved(edits), trains=False)

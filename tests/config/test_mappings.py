@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from support.compositions import checked_config, resolved
 
-from flowgrpo_rc.config.check_inputs import prompts_of
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.config.from_python import override_lines
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.rewards.manager import build_terms
+from flowgrpo_rc.spec.check_inputs import prompts_of
 
 ALONE = {"jpeg": {"weight": 1}}
 
 
 def terms(*overrides: str, **where: str) -> dict[str, Any]:
-    return to_config(compose_config(overrides, **where)).reward.terms
+    return checked_config(compose_config(overrides, **where)).reward.terms
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,6 @@ def test_it_replaces_the_rewards_of_a_run_that_is_evaluated(tmp_path: Path) -> N
 
 def test_who_needs_a_target_is_named(tmp_path: Path) -> None:
     (tmp_path / "cats.txt").write_text("a cat\n")
-    config = to_config(compose_config([f"data.train_files={tmp_path / 'cats.txt'}"]))
+    config = checked_config(compose_config([f"data.train_files={tmp_path / 'cats.txt'}"]))
     with pytest.raises(ValueError, match=r"has no target; reward\.terms\.ocr needs one"):
-        prompts_of(config)
+        prompts_of(resolved(config))

@@ -20,8 +20,7 @@ from flowgrpo_rc.config.compose import (
     to_config,
 )
 from flowgrpo_rc.config.rows import check, resolved
-from flowgrpo_rc.config.setting import Setting
-from flowgrpo_rc.config.translate import TranslatedOverrides, translate, values_of
+from flowgrpo_rc.config.translate import Setting, TranslatedOverrides, translate, values_of
 from flowgrpo_rc.config.tree import known_keys
 
 OTHER = "actor_rollout_ref."

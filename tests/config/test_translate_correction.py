@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from support.compositions import checked_config
 
 from flowgrpo_rc import RolloutCorrectionConfig
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
+from flowgrpo_rc.config.compose import compose_all, compose_config
 from flowgrpo_rc.config.translate_correction import rollout_correction
 
 SECTION = "algorithm.rollout_correction"
@@ -21,7 +22,7 @@ QWEN = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
 
 def composed(*overrides: str, config_name: str = "tiny_ocr") -> RolloutCorrectionConfig:
     config = compose_all(overrides, config_name=config_name).config
-    return to_config(config).algorithm.rollout_correction
+    return checked_config(config).algorithm.rollout_correction
 
 
 def test_the_command_line_overrides_the_file_and_keeps_the_rest_of_it() -> None:
@@ -151,9 +152,9 @@ def test_a_wrong_slime_configuration_file(text: str, tmp_path: Path) -> None:
 def test_a_translation_is_told() -> None:
     flags = {"use_tis": True, "tis_upper_bound": 3.0, "rs_level": "token"}
     assert rollout_correction([flags])[1] == [
-        "use_tis -> rollout_is=token",
-        "tis_upper_bound -> rollout_is_threshold=3.0",
         "rs_level=token is not used: use_rs is not on",
+        "tis_upper_bound -> rollout_is_threshold=3.0",
+        "use_tis -> rollout_is=token",
     ]
     (preset,) = rollout_correction([{"preset": "geo_rs"}])[1]
     assert preset.startswith("preset=geo_rs -> centered=False, rollout_rs=seq_mean_k1, ")
@@ -241,7 +242,7 @@ def test_a_file_overrides_the_one_that_it_builds_on(
 ) -> None:
     text = f"defaults: [{parent}, _self_]\nalgorithm:\n  rollout_correction: {section}\n"
     (tmp_path / "mine.yaml").write_text(text)
-    config = to_config(compose_config([], config_name="mine", config_dir=str(tmp_path)))
+    config = checked_config(compose_config([], config_name="mine", config_dir=str(tmp_path)))
     found = config.algorithm.rollout_correction
     assert (found.rollout_is, found.bypass_mode, found.rollout_is_threshold) == expected
 

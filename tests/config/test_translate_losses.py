@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
+from support.compositions import checked_config
 from support.verl_omni_commands import NFT, QWEN_IMAGE
 
-from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
+from flowgrpo_rc.config.compose import compose_all, compose_config
 
 OTHER = "actor_rollout_ref."
 
@@ -22,7 +23,7 @@ def test_the_trust_region_of_flow_dppo() -> None:
     unread = [f"{loss}.clip_ratio=1e-5", f"{loss}.adv_clip_max=5.0"]
     dppo = compose_all([f"{loss}.loss_mode=flow_dppo", *threshold, *unread])
     dppo.check()
-    section = to_config(dppo.config).actor.diffusion_loss
+    section = checked_config(dppo.config).actor.diffusion_loss
     assert (section.kl_threshold, section.adv_clip_max) == (3e-5, math.inf)
     section.validate()
     own = compose_config([f"{loss}.loss_mode=flow_dppo", "actor.diffusion_loss.adv_clip_max=2"])
@@ -46,8 +47,8 @@ def test_the_schedules_of_the_old_policy(
     """verl-omni counts training steps, the first of which is 1; here a step has 4 updates."""
     own = [f"algorithm.old_policy_{each}" for each in given.split()]
     command = [line for line in NFT if "old_policy" not in line]
-    config = to_config(compose_config([*command, "actor.ppo_mini_batch_size=6", *own]))
-    loss: Any = config.actor.diffusion_loss.forward
+    config = checked_config(compose_config([*command, "actor.ppo_mini_batch_size=6", *own]))
+    loss: Any = config.actor.diffusion_loss.loss()
     for step in range(1, 700):
         there = 0.0 if step < warm_up else min(rate * (step - warm_up), most)
         there = 1.0 if step % interval else there
@@ -96,4 +97,4 @@ def test_the_algorithm_is_the_loss_if_that_is_not_given(
         [*(QWEN_IMAGE if whole else []), f"{OTHER}model.algorithm={algorithm}", *further]
     )
     assert config.actor.diffusion_loss.loss_mode == loss
-    to_config(config)
+    checked_config(config)

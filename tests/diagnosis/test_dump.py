@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import reference_pages
 import torch
-import yaml
 from safetensors.torch import save_file
 from support.dumps import Made, make_tensors, write_dump
 from support.launching import ran
 from torch import Tensor
 
 from flowgrpo_rc import calibration, diagnosis
-from flowgrpo_rc.calibration.causes import REMEDIES as REPLAYED
+from flowgrpo_rc.calibration.causes import causes, keys_of
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.commands.diagnose import REMEDIES, remedy
 from flowgrpo_rc.diagnosis.checks import examine
 from flowgrpo_rc.diagnosis.dump import Dump, read_dump
 
@@ -247,17 +247,27 @@ def test_the_command_says_cause_and_remedy(
     assert "trainer unknown, lacking: means" in capsys.readouterr().out
 
 
-def test_every_cause_has_a_remedy_for_every_trainer() -> None:
+def test_every_cause_is_looked_for_and_can_be_mended() -> None:
     source = "".join(
-        one.read_text()
+        file.read_text()
         for room in (diagnosis, calibration)
-        for one in Path(room.__file__).parent.glob("*.py")
+        for file in Path(room.__file__).parent.glob("*.py")
     )
-    causes = [cause for row in yaml.safe_load(REMEDIES.read_text()) for cause in row.split(", ")]
-    assert len(causes) > 18
-    for cause in causes[1:]:
-        assert f'"{cause}"' in source
-        for trainer in TRAINERS:
-            assert remedy(cause, trainer)
-    # What a replay may say; a dump has no engine to ask, and no means are compared.
-    assert {*REPLAYED} - {"means", "settings", "weights"} < {*causes}
+    for name, cause in causes().items():
+        assert cause.replay or cause.dump
+        assert bool(cause.replay) == bool(cause.mend)
+        assert f'"{name}"' in source
+        if cause.keys:
+            assert all(keys_of(name, trainer) for trainer in TRAINERS)
+    # A dump has no engine to ask, and no means are compared.
+    without_keys = {name for name, cause in causes().items() if not cause.keys}
+    assert without_keys == {"means", "settings", "weights"}
+
+
+@pytest.mark.parametrize(("page", "column"), [("calibration", "replay"), ("diagnose", "dump")])
+def test_the_pages_show_the_table_of_causes(page: str, column: str) -> None:
+    text = (Path(reference_pages.__file__).parent / f"{page}.md").read_text()
+    plain = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", text)
+    expected = {name: getattr(cause, column) for name, cause in causes().items()}
+    rows = {f"| `{name}` | {words} |" for name, words in expected.items() if words}
+    assert rows <= set(plain.splitlines())

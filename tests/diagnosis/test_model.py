@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.compositions import checked_config, resolved
 from support.dumps import Made, make_tensors
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.build import engine_alone
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.rollout.engine import ImageRequest
 
 # What the dumps are diagnosed with; a fault is another setting of their sampler.
@@ -35,8 +36,10 @@ def write(
     shortened: bool = False,
 ) -> Path:
     """Samples with the bundled model, and dumps what a foreign trainer would."""
-    config = to_config(compose_config([*SETTINGS, *changes]))
-    engine: Any = engine_alone(config, Path.cwd())
+    config = checked_config(compose_config([*SETTINGS, *changes]))
+    run = resolved(config)
+    config = run.config
+    engine: Any = engine_alone(config, run.engine_options, Path.cwd())
     if shift is not None:
         engine._model.pipeline.scheduler.set_shift(shift)
     texts = [text.lower() for text in TEXTS] if lower else TEXTS

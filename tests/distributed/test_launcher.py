@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from support.compositions import checked_config
 from support.documented import PAGES, ROOT, arguments
 
 from flowgrpo_rc.cli import _parsed
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 
 WRITTEN = {".md", ".py", ".sh", ".yaml"}
 FOLDERS = [path for name in ("configs", "examples") for path in sorted((ROOT / name).rglob("*"))]
@@ -70,7 +71,7 @@ def test_the_processes_of_a_documented_launch_share_its_batch(line: str) -> None
         assert (parsed.module, parsed.training_script) == (True, "flowgrpo_rc.train")
     given = _parsed(arguments(line))
     composed = compose_config(given.overrides, config_name=given.config_name)
-    to_config(composed, num_processes=launched(line))
+    checked_config(composed, num_processes=launched(line))
 
 
 def test_launches_of_every_launcher_are_documented() -> None:

@@ -87,4 +87,5 @@ def _python_pages() -> dict[str, str]:
 @pytest.mark.parametrize(("page", "code"), _python_pages().items(), ids=list(_python_pages()))
 def test_python_runs(page: str, code: str, workplace: Path) -> None:
     """A page's blocks run one after the other, in the folder where its commands ran."""
-    _run(lambda: exec(compile(code, page, "exec"), {"__name__": "__main__"}), workplace)
+    # As in an interpreter: a name that is no file, where source would be looked for.
+    _run(lambda: exec(compile(code, f"<{page}>", "exec"), {"__name__": "__main__"}), workplace)

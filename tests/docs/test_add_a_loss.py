@@ -26,7 +26,7 @@ def my_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def config(correction: RolloutCorrectionConfig, mode: str, **options: float) -> LossConfig:
     section = DiffusionLossConfig(loss_mode=mode, clip_ratio=0.01, options=options)
     section.validate()
-    assert section.needs_means
+    assert section.loss().needs_means
     return LossConfig(rollout_correction=correction, diffusion_loss=section)
 
 

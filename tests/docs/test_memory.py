@@ -38,7 +38,7 @@ def test_a_new_plan_agrees() -> None:
     kept = STORE["needs"][job.needs_digest]
     run = job.planned
     for phase in ("rollout", "decoding"):
-        assert phase_bytes(phase, run.config, run.model, 1) == kept[phase]["one"]
+        assert phase_bytes(phase, run.spec, run.model, 1) == kept[phase]["one"]
     assert STORE["work"][job.work_digest] == operations(run)
     assert memory_tables.plan_row(name, STORE) == STORE["experiments"][name]
 

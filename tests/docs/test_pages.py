@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.compositions import checked_config
 from support.documented import PAGES, ROOT, Block, arguments, blocks
 from support.launching import ran
 
 from flowgrpo_rc.cli import _parsed
-from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
+from flowgrpo_rc.config.compose import compose_all, compose_config
 from flowgrpo_rc.monitoring.health_rules import RULES
 
 LANGUAGES = {"bash", "python", "yaml", "json", "text"}
@@ -62,7 +63,7 @@ def test_python_compiles(block: Block) -> None:
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
 def test_configurations_compose(block: Block, tmp_path: Path) -> None:
     (tmp_path / "documented.yaml").write_text(block.text)
-    to_config(compose_config([], config_name="documented", config_dir=str(tmp_path)))
+    checked_config(compose_config([], config_name="documented", config_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,9 +6,10 @@ import re
 
 import pytest
 from metric_names import SECTIONS
+from support.compositions import checked_config
 from support.documented import ROOT
 
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 
 TEXT = (ROOT / "docs" / "rollout_correction.md").read_text()
 TABLE = TEXT.partition("## Which setting\n")[2].partition("\n## ")[0]
@@ -28,4 +29,4 @@ def test_every_metric_of_a_symptom_exists() -> None:
 def test_every_setting_composes(setting: str) -> None:
     overrides = [f"{PREFIX}{word}" if re.match(r"\w+=", word) else word for word in setting.split()]
     name = "token_grpo" if re.search("seq_|geo_|disabled", setting) else "tiny_ocr"
-    to_config(compose_config(overrides, config_name=name))
+    checked_config(compose_config(overrides, config_name=name))

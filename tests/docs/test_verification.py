@@ -24,13 +24,16 @@ def test_the_page_shows_what_is_kept() -> None:
     assert committed == "".join(verification.page(STORE)), "run `python docs/verification.py page`"
 
 
-def test_every_family_and_every_recipe_has_a_row() -> None:
+def test_every_family_has_a_row_and_every_recipe_is_counted() -> None:
     assert set(verification.FAMILIES) == {*adapters_by_pipeline(), "flux2_klein_edits", "causal_lm"}
+    assert set(verification.CARD["families"]) <= set(verification.FAMILIES)
     page = verification.PAGE.read_text(encoding="utf-8")
     assert [name for name in verification.FAMILIES.values() if f"\n| {name} | " not in page] == []
     shipped = [*config_folder().glob("*.yaml"), *config_folder().glob("experiment/*.yaml")]
     names = {path.stem for path in shipped} - {"verl_omni"}
-    assert [name for name in sorted(names) if f"\n| `{name}` | " not in page] == []
+    composed = {verification.row_of(name, "composes") for name in STORE["composes"]["passed"]}
+    assert composed - {None} == names, RENEW  # None: the defaults of verl-omni
+    assert f"* **composes**, {len(names)} of {len(names)}: " in page
 
 
 def test_what_is_kept_is_what_there_is_to_run() -> None:

@@ -17,20 +17,21 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
+from support.compositions import checked_config
 from support.runs import NAMES
 from transformers import AutoModelForCausalLM
 
 from flowgrpo_rc import plugins
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import train
-from flowgrpo_rc.config import check_engine
-from flowgrpo_rc.config.check_folder import FIRST_NEED
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.models import base
 from flowgrpo_rc.records import run_folder
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.rollout import vllm_engine, vllm_omni_engine
+from flowgrpo_rc.spec import check_engine
+from flowgrpo_rc.spec.check_folder import FIRST_NEED
 
 RC = "algorithm.rollout_correction"
 FILTER = "algorithm.filter_groups"
@@ -84,10 +85,8 @@ IMAGES = [
     ("model.lora_path=/does/not/exist", "model.lora_path=/does/not/exist"),
     ("actor.optim.lr=-1", "actor.optim.lr=-1"),
     ("actor.optim.name=sgd", "actor.optim.name='sgd'"),
-    ("actor.old_log_probs=never", "actor.old_log_probs='never': allowed are auto, recompute"),
     ("actor.steps_per_forward=0", "actor.steps_per_forward=0: give at least 1"),
     ("actor.steps_per_forward=9", "SDE steps"),
-    ("actor.replay=same", "actor.replay='same'"),
     ("algorithm.adv_estimator=gae", "algorithm.adv_estimator='gae'"),
     ("trainer.max_time=0", "trainer.max_time"),
     ("trainer.timeout_s=0", "trainer.timeout_s=0"),
@@ -98,8 +97,6 @@ IMAGES = [
     # Sizes that do not go together.
     ("actor.ppo_mini_batch_size=3", "data.train_batch_size=4"),
     ("actor.ppo_micro_batch_size_per_gpu=3", "4 samples"),
-    ("actor.replay=aligned rollout.micro_batch_size_per_gpu=4", "make them equal"),
-    ("actor.replay=aligned actor.steps_per_forward=null", "actor.steps_per_forward=None"),
     ("actor.ema.update_interval=99", "4 updates"),
     ("data.train_batch_size=64", "data.train_batch_size=64"),
     ("rollout.merge_lora=true rollout.quantization=int8", "cannot add a LoRA to the weights of"),
@@ -110,8 +107,6 @@ IMAGES = [
     ("model.quantization=int8 model.dtype=fp64 trainer.mixed_precision=no", "dtype=fp64"),
     ("model.quantization=fp8", "model.quantization='fp8': allowed are int8, int4, nf4"),
     ("rollout.algo.shared_prefix=true rollout.algo.window_sharing=sample", "shared_prefix"),
-    ("rollout.algo.shared_prefix=true actor.replay=aligned", "with rollout.algo.shared_prefix="),
-    ("rollout.n=4 actor.train_n=2 actor.replay=aligned", "replay=aligned: actor.train_n=2 leaves"),
     ("actor.train_n=1 actor.ppo_micro_batch_size_per_gpu=4", "2 samples of a min"),
     ("rollout.dtype=fp64 trainer.mixed_precision=bf16", "trainer.mixed_precision=no"),
     ("trainer.tf32=true rollout.name=vllm_omni rollout.dtype=fp32", "set rollout.dtype=bf16"),
@@ -129,23 +124,19 @@ IMAGES = [
     (f"{FILTER}.enable=true {FILTER}.max_num_gen_batches=1", "batches=1: give at least 2"),
     (f"{FILTER}.max_num_gen_batches=5", "max_num_gen_batches has no effect without"),
     (f"{FILTER}.enable=true rollout.staleness=1", "rollout.staleness: steps"),
-    (f"{FILTER}.enable=true actor.replay=aligned", "actor.replay=aligned: groups"),
     (f"{FILTER}.enable=true data.replay_dir=x", "data.replay_dir: nothing is sampled"),
     ("model.prompt_cache=memory rollout.name=vllm_omni", "set rollout.name=diffusers"),
     ("algorithm.adv_estimator=flow_grpo algorithm.global_std=false", "adv_estimator=grpo"),
     ("rollout.staleness=1 data.replay_dir=x", "rollout.staleness=1"),
     ("rollout.quantization=int8 data.replay_dir=x", "rollout.quantization=int8"),
     ("rollout.compile=true data.replay_dir=x", "rollout.compile=True"),
-    ("actor.replay=aligned data.replay_dir=x", "data.replay_dir"),
     # Blocks that are used again.
     ("rollout.cache.every=0", "rollout.cache.every=0"),
-    ("rollout.cache.every=2 rollout.cache.blocks=[1]", "rollout.cache.blocks=[1]: give two"),
-    ("rollout.cache.window=true", "window=True have no effect with every=1"),
+    ("rollout.cache.window=true", "cache.window=true has no effect with every=1"),
     ("rollout.cache.every=3", "rollout.cache.every=3 has no effect: no step to skip"),
-    (f"{CACHE} actor.replay=aligned", "actor.replay=aligned: with rollout.cache.window=true"),
     (f"{CACHE} rollout.name=vllm_omni", "rollout.cache.every=2 has no effect with rollout.name"),
-    (CACHE, "leaves nothing to reuse: a SD3Transformer2DModel has 2 blocks"),
-    ("rollout.cache.blocks=2", "rollout.cache.blocks: give a list, rollout.cache.blocks=[...]"),
+    (CACHE, "nothing to reuse between the first block and the last: a SD3Tr"),
+    ("model.target_modules=to_q", "model.target_modules: give a list, model.target_modules=[...]"),
     ("rollout.cache.every=null", "rollout.cache.every=null: give a value"),
     ("rollout.val_kwargs.guidance_scale=inf", "guidance_scale=inf: give at least 0"),
     ("model.prompt_cache=", "model.prompt_cache=: give memory, or a folder with a /"),
@@ -161,7 +152,6 @@ IMAGES = [
     (f"{REDRAW} {RC}.exclude_rejected=true", f"does not go with {RC}.exclude_rejected"),
     # The rollout correction.
     (f"{RC}.rollout_is=always", "rollout_is='always'"),
-    (f"{RC}.bypass_mode=true actor.old_log_probs=recompute", "actor.old_log_probs=recompute"),
     (f"{RC}.centered=maybe", "maybe"),
     # Prompts and rewards.
     ("data.train_files=/does/not/exist.txt", "/does/not/exist.txt"),
@@ -179,7 +169,6 @@ IMAGES = [
     ("rollout.quantization=int3", "rollout.quantization='int3'"),
     ("rollout.name=vllm_omni rollout.compile=true", "rollout.compile=true has no effect"),
     ("rollout.name=vllm_omni rollout.quantization=int8", "offers none"),
-    ("rollout.name=vllm_omni actor.replay=aligned", "forms batches of its own"),
     ("rollout.name=vllm_omni rollout.engine_kwargs.timeout=3", "did you mean 'timeout_s'?"),
     ("rollout.name=vllm_omni rollout.engine_kwargs.quantization=fp8", "does not quantize"),
     # The model.
@@ -216,7 +205,6 @@ TEXTS = [
     ("actor.steps_per_forward=2", "actor.steps_per_forward is set but has no effect"),
     ("rollout.prompt_length=3", "rollout.prompt_length=3"),
     ("rollout.temperature=0", "rollout.temperature"),
-    ("actor.replay=aligned", "actor.replay=aligned is for images"),
     ("algorithm.adv_estimator=rloo algorithm.global_std=true", "adv_estimator=flow_grpo"),
     (f"{RC}=pg_is actor.token_loss.loss_mode=gspo", "loss_mode=gspo"),
     (f"{RC}=bypass_ppo_clip {RC}.bypass_level=window", "whole responses"),
@@ -413,7 +401,7 @@ def test_the_launcher(
 def folder(overrides: list[str], tmp_path: Path) -> RunFolder:
     """The folder of a run with these overrides; its checkpoint has no files."""
     made = RunFolder(tmp_path / "run")
-    config = to_config(compose_config(overrides))
+    config = checked_config(compose_config(overrides))
     made.create(dataclasses.asdict(config), torch.device("cpu"), 1, {})
     MetricsFile(made.metrics).append(0, {"val/reward": 0.5})
     (made.checkpoints / "step_1").mkdir(parents=True)
@@ -439,7 +427,7 @@ def test_too_little_room(ask: Ask, overrides: list[str], monkeypatch: pytest.Mon
 def test_saved_rollouts(ask: Ask, overrides: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
-    spec = dataclasses.asdict(to_config(compose_config(overrides)).rollout.spec())
+    spec = dataclasses.asdict(checked_config(compose_config(overrides)).rollout.spec())
     header = {"kind": "diffusion", "spec": spec | {"guidance_scale": 7.0}, "origin": {}}
     file = saved / "step_000001_process_0_of_1.safetensors"
     save_file({"group": torch.zeros(1)}, file, metadata={"rollout": json.dumps(header)})

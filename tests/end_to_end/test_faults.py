@@ -15,15 +15,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from support import faulty_engines as faulty
+from support.compositions import checked_config, resolved
 from support.kernels import needs_int8_kernels
 from support.torchao import needs_torchao
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.build import make_health, make_monitor, make_source, make_task
-from flowgrpo_rc.config.check_engine import engine_of
-from flowgrpo_rc.config.check_inputs import prompts_of
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.processes import Processes
@@ -33,6 +32,7 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.spec.check_inputs import prompts_of
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.image import ImageTask
 
@@ -127,7 +127,7 @@ class Bench:
 
     def __init__(self, *settings: str) -> None:
         self.settings = settings
-        task = make_task(configure(*settings), Processes(Accelerator(cpu=True)))
+        task = make_task(resolved(configure(*settings)), Processes(Accelerator(cpu=True)))
         assert isinstance(task, ImageTask)
         self.model = task.model
         source = torch.Generator().manual_seed(1)
@@ -145,6 +145,8 @@ class Bench:
         self, config: Config
     ) -> Iterator[tuple[ImageTask, MismatchMonitor, RolloutSource]]:
         """Makes the task, the mismatch monitor and the source of a run."""
+        spec = resolved(config)
+        config = spec.config
         processes = Processes(Accelerator(cpu=True))
         policy = FlowPolicy(self.model, self.model.network, autocast=processes.accelerator.autocast)
         task = ImageTask(
@@ -152,13 +154,13 @@ class Bench:
             policy,
             config.rollout,
             seed=0,
-            keep_means=config.keep_means(),
-            seeded=engine_of(config).draws_seed_noise,
+            keep_means=spec.keeps_means,
+            seeded=spec.engine_class.draws_seed_noise,
         )
-        rewards = RewardManager(config.reward)
-        source = make_source(config, task, prompts_of(config)[0], rewards, processes, first_step=0)
+        rewards = RewardManager(config.reward, spec.rewards)
+        source = make_source(spec, task, prompts_of(spec)[0], rewards, processes, first_step=0)
         try:
-            yield task, make_monitor(config, task, processes), source
+            yield task, make_monitor(spec, task, processes), source
         finally:
             rewards.close()
             source.close()
@@ -180,7 +182,7 @@ def bench() -> Bench:
 
 
 def configure(*further: str) -> Config:
-    return to_config(compose_config([*SETTINGS, *further]))
+    return checked_config(compose_config([*SETTINGS, *further]))
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def iterate(bench: Bench, *further: str) -> Seen:
     return Seen(
         row["rollout_corr/logprob_abs_diff_mean"],
         row["rollout_corr/mismatch_over_expected"],
-        make_health(config).update(2, row),
+        make_health(resolved(config)).update(2, row),
         {name: value for name, value in row.items() if name.startswith("rollout/")},
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.marks import slow_but
 from support.runs import NFT, Train, final_state, read_rows, stopped_and_whole
 
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
@@ -23,7 +24,7 @@ MODES = {
     "bypass": (f"{RC}.bypass_mode=true", f"{RC}.rollout_rs=token_k1"),
     "bands": (f"{RC}.bypass_mode=true", f"{RC}.rollout_rs_threshold=auto:4"),
     "own_forwards": (f"{RC}.rollout_rs=null", f"{RC}.exclude_rejected=false"),
-    "recomputed": ("actor.old_log_probs=recompute",),
+    "recomputed": (f"{RC}.rollout_is=token", f"{RC}.rollout_is_batch_normalize=true"),
     "nft": NFT,
 }
 EQUAL, FAILED = {"HELP", "TUV2"}, {"K9Q"}
@@ -84,7 +85,7 @@ def test_a_run_goes_on_behind_the_prompts_that_were_drawn(train: Train, tmp_path
     assert drawn > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["bypass"], MODES))
 def test_steps_without_a_signal_take_no_update(train, tmp_path, given, caplog, mode) -> None:
     words = tmp_path / "equal.txt"
     words.write_text('"HELP"\n"TUV2"\n' * 2)

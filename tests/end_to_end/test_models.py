@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.marks import slow_but
 from support.runs import VIDEO, Train, read_rows
 from support.subjects import Subject, make_subject
 from support.tiny_models import Tiny
 
 from flowgrpo_rc.models.base import adapters_by_pipeline
 
+QUICK = ("QwenImageEditPlusPipeline", "StableDiffusion3Pipeline", "WanPipeline")
 
-@pytest.fixture(params=[*sorted(adapters_by_pipeline()), "flux2_klein_edits"])
+
+@pytest.fixture(params=slow_but(QUICK, [*sorted(adapters_by_pipeline()), "flux2_klein_edits"]))
 def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
     """Each pipeline that has an adapter, with a random checkpoint; one more that also edits."""
     return make_subject(request.param, saved)

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
 from support.documented import ROOT
 
 
@@ -23,6 +24,7 @@ def printed(program: str, wheel: Path | None = None) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_wheel_finds_its_configuration_elsewhere(tmp_path: Path) -> None:
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp_path)]
     build = [sys.executable, "-m", "pip", "wheel", str(ROOT), *options]

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from safetensors.torch import load_file, save_file
 from support.runs import Trained, final_state, small_run
 
@@ -16,6 +17,7 @@ from flowgrpo_rc.models.base import FlowModel
 LONGER = ("trainer.total_training_steps=6", "rollout.pipeline.guidance_scale=2.0")
 
 
+@pytest.mark.slow
 def test_kept_prompts_change_no_bit_and_other_encoders_encode_anew(
     trained: Trained, tmp_path: Path, checkpoint: Path, prompt_file: Path
 ) -> None:
@@ -24,7 +26,7 @@ def test_kept_prompts_change_no_bit_and_other_encoders_encode_anew(
     assert final_state(trained(*LONGER, "model.prompt_cache=memory")) == expected
     assert final_state(trained(*LONGER, kept)) == expected
     settings = small_run(checkpoint, prompt_file, tmp_path / "warm")
-    with patch.object(FlowModel, "encode_edits", side_effect=AssertionError("encoded again")):
+    with patch.object(FlowModel, "encode", side_effect=AssertionError("encoded again")):
         assert main(["train", *settings, *LONGER, kept]) == 0
     assert final_state(tmp_path / "warm") == expected
     # Settings of an encoding have a folder of their own; a transformer is none of them.

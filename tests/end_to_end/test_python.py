@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from support.compositions import checked_config
 from support.runs import Train, final_state
 
 import flowgrpo_rc
 from flowgrpo_rc import Prompt, Run
 from flowgrpo_rc.api import Metrics, _settings
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.config.from_python import override_lines
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.data.prompts import read_prompts
@@ -259,7 +260,7 @@ def test_training_in_a_thread_stops_at_its_time(overrides: list[str]) -> None:
     found: list[Run] = []
 
     def work() -> None:
-        config = to_config(compose_config([*overrides, "trainer.max_time=1e-3"]))
+        config = checked_config(compose_config([*overrides, "trainer.max_time=1e-3"]))
         found.append(flowgrpo_rc.train(config, rewards={"jpeg": {"weight": 0.5}}))
 
     thread = threading.Thread(target=work)

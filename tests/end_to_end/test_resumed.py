@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.marks import slow_but
 from support.runs import NFT, Train, Trained, final_state, read_rows, stopped_and_whole
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config import settle
-from flowgrpo_rc.config.check_engine import missing_for_compiling
 from flowgrpo_rc.rollout import compiling
+from flowgrpo_rc.spec.check_engine import missing_for_compiling
 
 RC = "algorithm.rollout_correction"
 # Rollouts of fewer evaluations, from shared noise, with a merged LoRA.
@@ -52,23 +52,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(["redrawn", "decoupled"], CASES))
 def test_fast_rollouts(train: Train, tmp_path: Path, name: str) -> None:
     run = stopped_and_whole(train, tmp_path, *FAST, *CASES[name])
     assert read_rows(run)[-1]["reward/failed_fraction"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing_for_compiling(torch.device("cpu"))), reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it loads inductor
 def test_compiled_rollouts(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timing decides in a new run alone; one that goes on keeps that."""
     failed: list[str] = []
-    answers = [(True, "as timed")] * 2
     monkeypatch.setattr(compiling, "_failed", failed)
-    monkeypatch.setattr(settle, "repays", lambda *_: answers.pop())
     few = ("trainer.val_before_train=false", "trainer.test_freq=-1", "rollout.dtype=bf16")
-    stopped_and_whole(train, tmp_path, *BYPASS, *few, "rollout.compile=auto")
-    assert not answers
+    stopped_and_whole(train, tmp_path, *BYPASS, *few, "rollout.compile=true")
     assert not failed
 
 
@@ -108,13 +105,13 @@ EDITING = (
     "trainer.test_freq=-1",
     "trainer.total_training_steps=2",
     "trainer.logger=[]",
-    "model.onednn=true",
-    "model.decode_batch_size=auto",
+    "model.decode_batch_size=2",
     "rollout.merge_lora=rounded",
     "reward.terms.ocr={engine: onnxruntime}",
 )
 
 
+@pytest.mark.slow
 def test_editing_also_on_saved_samples(tmp_path: Path) -> None:
     def train(*further: str) -> int:
         return main(["train", *EDITING, *further])

@@ -7,6 +7,7 @@ import logging
 import pytest
 from diffusers import AutoencoderKL
 from support.hostile_servers import HOSTILE, TOKEN, jpeg
+from support.marks import slow
 from support.reward_servers import answering, scripted
 from support.runs import read_rows
 
@@ -87,7 +88,7 @@ def test_two_rewards_of_any_scale_train_and_saved_ones_must_be_there(train, tmp_
     assert "has no reward 'mean', and algorithm.adv_est" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "decoded"), [("latent", 2), ("image", 6)])
+@pytest.mark.parametrize(("kind", "decoded"), [("latent", 2), slow("image", 6)])
 def test_a_run_decodes_only_what_is_looked_at(kind, decoded, train, tmp_path, monkeypatch):
     """Two evaluations show one batch each.
 

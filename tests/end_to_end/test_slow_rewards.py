@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.marks import slow_but
 from support.prompts import brightness
 from support.runs import NFT, Train, final_state
 
@@ -18,10 +19,11 @@ from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
 CHUNKS = ("rollout.micro_batch_size_per_gpu=2", "algorithm.adv_estimator=grpo")
+RECOMPUTED = (f"{RC}.rollout_is=token", f"{RC}.rollout_is_batch_normalize=true")
 MODES = {
     "bypass": (f"{RC}.bypass_mode=true", "rollout.dtype=bf16", f"{RC}.rollout_rs=token_k1"),
     "own_forwards": (f"{RC}.rollout_rs=null", "actor.ppo_epochs=2"),
-    "recomputed": ("algorithm.adv_estimator=rloo", "actor.old_log_probs=recompute"),
+    "recomputed": ("algorithm.adv_estimator=rloo", *RECOMPUTED),
     "nft": NFT,
 }
 _held: set[int] = set()  # prompts whose pictures are scored after an update alone
@@ -56,7 +58,7 @@ def test_the_first_update_does_not_wait_for_the_rewards_of_the_second(
     assert all(_in_time)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["bypass", "nft"], MODES))
 def test_each_mini_batch_waits_for_its_own_groups_and_the_bits_are_the_same(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

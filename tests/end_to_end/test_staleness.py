@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.runs import Train, final_state, read_rows, stopped_and_whole
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     return batches
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [1, slow(2)])
 def test_versions_and_decoupled_weights(
     train: Train, tmp_path: Path, model: FlowModel, trained_on: list[Batch], staleness: int
 ) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.runs import Train, read_rows, stopped_and_whole
+from support.runs import DEVICE, Train, read_rows, stopped_and_whole
 
 import flowgrpo_rc
 from flowgrpo_rc.cli import main
@@ -30,7 +30,7 @@ GAMED = (
     "reward.terms.ocr=null",
     "reward.terms.saturation._target_=function",
     "reward.terms.saturation.path=saturation:saturation",
-    "trainer.device=cpu",
+    f"trainer.device={DEVICE}",
     "trainer.test_freq=4",
     "trainer.val_before_train=false",
     "trainer.total_training_steps=8",
@@ -98,6 +98,7 @@ def test_evaluate_agrees_with_the_training(
         flowgrpo_rc.evaluate("run", suites=["few_words.yaml"])
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_gets_the_same_answers(
     train: Train, tmp_path: Path, prompt_file: Path
 ) -> None:

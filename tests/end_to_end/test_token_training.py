@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.marks import slow, slow_but
 from support.runs import LEFT, Train, read_rows, stopped_and_whole
 
 from flowgrpo_rc.batch import Prompt
@@ -34,6 +35,7 @@ def test_a_run_leaves_what_an_image_run_leaves(train_text: Train, tmp_path: Path
     assert samples[0]["prompt"] in (run / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bypass", [True, False])
 def test_sorting_by_length_changes_rounding_alone(
     train_text: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool
@@ -51,6 +53,7 @@ def test_sorting_by_length_changes_rounding_alone(
         torch.testing.assert_close(one, tensors[1.0][name], atol=1e-8, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_healthy_small_run_has_no_warnings(train_text: Train, tmp_path: Path) -> None:
     """A step has 60 tokens, which cannot tell a fault from a few unlikely tokens."""
     assert train_text("trainer.total_training_steps=8", "trainer.test_freq=8") == 0
@@ -58,6 +61,7 @@ def test_a_healthy_small_run_has_no_warnings(train_text: Train, tmp_path: Path) 
     assert not (tmp_path / "run" / "health.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_engine_with_coarse_weights_is_reported_in_a_small_run(
     train_text: Train, tmp_path: Path
 ) -> None:
@@ -117,16 +121,16 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("further", SETTINGS.values(), ids=SETTINGS)
-def test_settings_train(train_text: Train, tmp_path: Path, further: tuple[str, ...]) -> None:
-    assert train_text(*further) == 0
+@pytest.mark.parametrize("name", slow_but(["pg", "gspo", "slime"], SETTINGS))
+def test_settings_train(train_text: Train, tmp_path: Path, name: str) -> None:
+    assert train_text(*SETTINGS[name]) == 0
     rows = read_rows(tmp_path / "run")[1:]
     assert all(value is not None and math.isfinite(value) for row in rows for value in row.values())
-    if "rollout.response_length=1" in further:
+    if name == "slime":  # responses of one token
         assert rows[0]["response/limit_fraction"] > 0
 
 
-@pytest.mark.parametrize("mode", ["seq_is", "pg_is"])
+@pytest.mark.parametrize("mode", [slow("seq_is"), "pg_is"])
 def test_a_resumed_run_is_bit_equal(train_text: Train, tmp_path: Path, mode: str) -> None:
     stopped_and_whole(train_text, tmp_path, f"{RC}={mode}", "trainer.total_training_steps=3")
 
@@ -193,6 +197,7 @@ def test_wholly_rejected_samples_leave_the_baseline(train_text: Train, tmp_path:
     assert rows[0]["advantages/std"] != rows[1]["advantages/std"]
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     """Twenty steps at the shipped settings. The whole run is in the README."""
     further = ("rollout.val_kwargs.n=256", "trainer.total_training_steps=20", "trainer.test_freq=0")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.marks import slow, slow_but
 from support.runs import (
     LEFT,
     Train,
@@ -91,9 +92,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("further", SETTINGS.values(), ids=SETTINGS)
-def test_settings_train(trained: Trained, further: tuple[str, ...]) -> None:
-    row = read_rows(trained(*further))[2]
+@pytest.mark.parametrize("name", slow_but(["kl_and_guidance", "cps_peers"], SETTINGS))
+def test_settings_train(trained: Trained, name: str) -> None:
+    row = read_rows(trained(*SETTINGS[name]))[2]
     assert np.isfinite(row["actor/grad_norm"])
     assert row["actor/grad_norm"] > 0
 
@@ -141,7 +142,7 @@ def test_training_goes_on_from_an_exported_lora(
         torch.testing.assert_close(parameter, factor * averages[name])
 
 
-@pytest.mark.parametrize("reference", ["base", "start"])
+@pytest.mark.parametrize("reference", [slow("base"), "start"])
 def test_the_kl_of_a_run_from_a_lora_is_to_the_reference_that_it_names(
     trained: Trained, train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path, reference
 ) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from support.launching import ran
 from support.runs import Train, final_state, fingerprint, training_rows
@@ -46,6 +47,7 @@ def trained(run: Path) -> tuple[object, ...]:
     return final_state(run)[0], fingerprint(exported), training_rows(run)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_installation_as_if_it_had_stayed(
     overrides: list[str], tmp_path: Path
 ) -> None:
@@ -73,6 +75,7 @@ def test_a_run_goes_on_under_another_installation_as_if_it_had_stayed(
     assert "tiny_glyph_sd3" not in (other / "compare.html").read_text()  # no setting differs
 
 
+@pytest.mark.slow
 def test_an_extended_run_equals_one_of_the_whole_length(train: Train, tmp_path: Path) -> None:
     """With samples of weights from before its first end."""
     settings = ["rollout.staleness=1", "actor.optim.lr_scheduler=constant"]

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.compositions import checked_config, resolved
 from support.documented import ROOT
 from support.launching import launch
 from support.runs import NFT, VIDEO, Train, read_rows
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.checks import check_networks
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.records.checkpoint import load_checkpoint
+from flowgrpo_rc.spec.checks import check_networks
 
 NAME = "WanPipeline+transformer_2"
 # The four steps stand at 1000, 857, 602 and 9, two on each side of the boundary at 800.
@@ -91,16 +92,17 @@ def test_a_lora_whose_steps_are_never_trained_stays_without_effect_and_is_named(
 def test_shards_need_processes_that_run_the_same_transformer(
     saved: Callable[[str], Path], given: tuple[str, ...], is_refused: bool
 ) -> None:
-    config = to_config(compose_config([f"model.path={saved(NAME)}", *SMALL, *given]))
+    config = checked_config(compose_config([f"model.path={saved(NAME)}", *SMALL, *given]))
     model = load_model(config.model, torch.device("cpu"))
     config.trainer.strategy = "ddp"
-    check_networks(config, model, 2)
+    check_networks(resolved(config, 2), model)
     config.trainer.strategy = "fsdp2"
     message = "trainer.strategy=fsdp2 shares the frozen weights of transformer and"
     with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
-        check_networks(config, model, 2)
+        check_networks(resolved(config, 2), model)
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("strategy", "window"),

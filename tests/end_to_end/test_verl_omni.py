@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow
 import pytest
 from pyarrow import parquet
+from support.marks import slow
 from support.reward_servers import answering, scripted
-from support.runs import WORDS, Train, read_rows
+from support.runs import DEVICE, WORDS, Train, read_rows
 from support.verl_omni_commands import NFT, QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
@@ -46,7 +47,9 @@ def parquet_files(folder: Path) -> None:
         parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
 
 
-@pytest.mark.parametrize("command", [SD35, QWEN_IMAGE, NFT], ids=["sd35", "qwen_image", "nft"])
+@pytest.mark.parametrize(
+    "command", [SD35, slow(QWEN_IMAGE), slow(NFT)], ids=["sd35", "qwen_image", "nft"]
+)
 def test_a_published_command_trains_with_the_reward_that_it_names(
     checkpoint: Path, tmp_path: Path, command: list[str]
 ) -> None:
@@ -73,7 +76,7 @@ def test_a_published_command_trains_with_the_reward_that_it_names(
         "trainer.test_freq=-1",
         "trainer.logger=console",
         f"trainer.output_dir={tmp_path}/run",
-        "trainer.device=cpu",
+        f"trainer.device={DEVICE}",
     ]
     answer = {"choices": [{"message": {"role": "assistant", "content": "AB7X\nHELP"}}]}
     with scripted(answering(lambda received: answer)) as server:

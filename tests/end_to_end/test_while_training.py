@@ -133,6 +133,7 @@ def test_patience_ends_a_run_and_a_resumed_one_after_the_same_step(
     assert len(evaluations(stopped)) == end
 
 
+@pytest.mark.slow
 def test_two_processes_keep_the_best_once_and_lose_patience_after_the_same_step(
     overrides: list[str], wander: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path)
     assert not any(name.startswith("workers/") for row in (second, third) for name in row)
 
 
+@pytest.mark.slow
 @needs_ray
 def test_a_language_model(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -90,6 +91,7 @@ def test_a_language_model(tmp_path: Path) -> None:
     assert final_state(run) == final_state(whole)
 
 
+@pytest.mark.slow
 @needs_ray
 def test_a_step_is_trained_while_a_later_one_is_sampled(small: list[str], tmp_path: Path) -> None:
     """The update of step 2 and the sampling of step 3 wait for each other."""
@@ -108,6 +110,7 @@ def test_a_step_is_trained_while_a_later_one_is_sampled(small: list[str], tmp_pa
     assert sorted(path.name for path in tmp_path.glob("met_*")) == ["met_sampling", "met_training"]
 
 
+@pytest.mark.slow
 def test_a_run_without_workers_needs_no_ray(small: list[str], tmp_path: Path) -> None:
     """A package that cannot be imported stands in its place."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no Ray')\n")

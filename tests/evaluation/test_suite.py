@@ -135,7 +135,7 @@ def test_an_unknown_suite_is_named(given: str, message: str) -> None:
             "reward.terms.vlm_preference compares a group",
         ),
         (OWN.replace("terms", "trems"), "as the section `reward` of a run"),
-        (f"{OWN[:-2]}, num_workers: two}}", "a value has the wrong type"),
+        (f"{OWN[:-2]}, timeout_s: two}}", "a value has the wrong type"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told(own: Path, content: str, message: str) -> None:

@@ -53,7 +53,7 @@ def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str)
         (f"{MODE}=my_loss.Nope", [MODE, "'Nope'"]),
         (f"{MODE}=my_lost.Cispo", [MODE, "'my_lost'", "PYTHONPATH"]),
         (f"{MODE}=grpo", ["flow_dppo", "my_module.MyLoss"]),
-        ("actor.token_loss.loss_mode=ppo", ["gspo", "my_module.MyLoss"]),
+        ("actor.token_loss.loss_mode=ppo", ["actor.token_loss is set", "model.kind=diffusion"]),
         ("model.adapter=my_modell.Chroma", ["model.adapter", "'my_modell'", "PYTHONPATH"]),
         ("model.adapter=flux", [STOCK, "model.adapter=flux is for FluxPipeline"]),
         ("model.adapter=my_model.Chroma", [STOCK, "adapter=my_model.Chroma is for Chroma"]),

@@ -10,10 +10,9 @@ from pathlib import Path
 import algorithms
 import cached
 import diversity
+import estimates
 import ladder
 import ladder_tables
-import learning
-import learning_tables
 import numpy as np
 import pytest
 import time_to_reward
@@ -22,11 +21,11 @@ import time_to_reward_tables
 import whole_job
 import whole_job_tables
 from cells import RESULTS, Cell, load, make_missing, save
-from learning import Run
+from runs import Run
+from support.compositions import checked_config
 from tables import DOCS
 
-from flowgrpo_rc.config.check_settings import check_settings
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 
 
 def test_a_study_makes_the_cells_that_it_lacks(tmp_path: Path) -> None:
@@ -65,9 +64,6 @@ def arms() -> dict[str, list[str]]:
     for rollout, of_rollout in whole_job.ARMS.items():
         for arm in of_rollout:
             found[f"whole_job-{rollout}-{arm}"] = whole_job.overrides(Run(rollout, arm, seed=1))
-    for rollout, arm in each_once((*learning.MATTER, *learning.FURTHER)):
-        own = learning.overrides(Run(rollout, arm, seed=1), learning.WHOLE)
-        found[f"learning-{rollout}-{arm}"] = own
     for rollout, arm in each_once((*ladder.CELLS, *ladder.FURTHER)):
         found[f"ladder-{rollout}-{arm}"] = ladder.overrides(Run(rollout, arm, seed=1))
     return found
@@ -85,7 +81,7 @@ def test_every_arm_is_a_valid_run(words: list[str]) -> None:
     name = "tiny_ocr"
     if words[0] == "--config-name":
         name, words = words[1], words[2:]
-    check_settings(to_config(compose_config(words, config_name=name)))
+    checked_config(compose_config(words, config_name=name))
 
 
 # --- The tables
@@ -102,27 +98,27 @@ def named(*runs: Cell) -> dict[str, Cell]:
 
 
 def test_intervals_are_student_s():
-    found = learning_tables.estimate([1.0, 2.0, 3.0, 4.0, 5.0])
+    found = estimates.estimate([1.0, 2.0, 3.0, 4.0, 5.0])
     assert found.mean == 3.0
     assert found.half == pytest.approx(1.9632, abs=1e-3)  # 2.7764 * sqrt(2.5 / 5)
 
 
 def test_a_collapse_is_an_end_below_the_start():
     runs = {seed: run("int4", "recipe", seed, end) for seed, end in enumerate([0.49, 0.5, 0.51])}
-    assert learning_tables.collapsed(runs) == 1
+    assert estimates.collapsed(runs) == 1
 
 
 def test_differences_pair_the_seeds():
     reference = {seed: run("fp32", "bypass", seed, 0.6 + 0.1 * seed) for seed in (1, 2, 3)}
     others = {seed: run("int4", "recipe", seed, 0.4 + 0.1 * seed) for seed in (2, 1)}
-    found = learning_tables.difference(others, reference)
+    found = estimates.difference(others, reference)
     assert (found.mean, found.count) == (pytest.approx(-0.2), 2)
 
 
 @pytest.mark.parametrize("count", range(2, 11))
 def test_a_mean_at_the_border_of_its_interval_is_a_chance_of_a_twentieth(count: int) -> None:
-    half = learning_tables.T95[count - 2]
-    assert learning_tables.Estimate(-half, half, count).chance == pytest.approx(0.05, abs=1e-4)
+    half = estimates.T95[count - 2]
+    assert estimates.Estimate(-half, half, count).chance == pytest.approx(0.05, abs=1e-4)
 
 
 def test_what_is_behind_is_corrected_for_the_number_of_comparisons():
@@ -131,12 +127,12 @@ def test_what_is_behind_is_corrected_for_the_number_of_comparisons():
     They are below 0.05 / 4 and 0.05 / 3; the third is not below 0.05 / 2. The second is above 0.
     """
     errors = {"sure": -12.92, "ahead": 5.5, "third": -3.9, "fourth": -3.4}
-    half = learning_tables.T95[2]
-    found = {name: learning_tables.Estimate(t, half, 4) for name, t in errors.items()}
+    half = estimates.T95[2]
+    found = {name: estimates.Estimate(t, half, 4) for name, t in errors.items()}
     assert ladder_tables.behind(found) == {"sure"}
-    found["ahead"] = learning_tables.Estimate(-5.5, half, 4)
+    found["ahead"] = estimates.Estimate(-5.5, half, 4)
     assert ladder_tables.behind(found) == {"sure", "ahead"}
-    many = found | {f"level {i}": learning_tables.Estimate(0.1, half, 4) for i in range(60)}
+    many = found | {f"level {i}": estimates.Estimate(0.1, half, 4) for i in range(60)}
     assert ladder_tables.behind(many) == set()
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from cells import PLAIN_JOB
 from peft import LoraConfig, get_peft_model
+from support.compositions import checked_config
 from time_to_reward_peer import Finished, Iterations, Settings, change, limited, settings
 
-from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 
@@ -21,7 +22,7 @@ from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 def job(tmp_path: Path) -> Config:
     clip = "actor.diffusion_loss.clip_ratio=1e-3"  # the script takes a number
     given = (clip, "trainer.total_training_steps=3", "trainer.save_freq=2", "trainer.seed=7")
-    return to_config(compose_config([*PLAIN_JOB, *given, f"trainer.output_dir={tmp_path}"]))
+    return checked_config(compose_config([*PLAIN_JOB, *given, f"trainer.output_dir={tmp_path}"]))
 
 
 def defaults() -> Settings:

@@ -50,7 +50,7 @@ def test_no_room(small: list[str], disk: Path) -> None:
 @fault(
     "the disk fills up during the run", "the last checkpoint stays, and the same command goes on"
 )
-@pytest.mark.parametrize("leave", [0, 20_000, 200_000])
+@pytest.mark.parametrize("leave", [0, 200_000])
 def test_full_disk(begun: Path, small: list[str], disk: Path, whole: Trained, leave: int) -> None:
     run = disk / "run"
     shutil.move(begun, run)

@@ -19,13 +19,12 @@ from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
 
 def stale() -> None:
     """Lets the engine take over the first LoRA only."""
-    original = DiffusersEngine.sync_weights
+    original = DiffusersEngine.take_weights
 
-    def sync_weights(self: DiffusersEngine, state: Any, version: int) -> None:
-        first = {name: tensor * 0 + 1e-3 for name, tensor in state.items()}
-        original(self, first, version)
+    def take_weights(self: DiffusersEngine, state: Any) -> None:
+        original(self, {name: tensor * 0 + 1e-3 for name, tensor in state.items()})
 
-    DiffusersEngine.sync_weights = sync_weights
+    DiffusersEngine.take_weights = take_weights
 
 
 def generating(change: Callable[[Any], dict[str, Any]]) -> Harm:

@@ -18,7 +18,6 @@ from support.faults import Ended, command, fault, words_of
 
 Change = Callable[[Path], Any]
 DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
-LESS_DEEP = '{"a": ' + "[" * 900 + "]" * 900 + "}"
 MEMORY = 12 * 2**30  # bytes of address space that a command may take
 
 
@@ -82,23 +81,14 @@ def picture(tiles: dict[str, object] | None = None, size: tuple[int, int] = (99,
 LAST = "samples/step_000003.png"
 # What is done to which file of a run, by the case.
 RUNS: dict[str, tuple[str, Change]] = {
-    "environment: list": ("environment.json", text("[]")),
     "environment: deep": ("environment.json", text(DEEP)),
-    "environment: less deep": ("environment.json", text(LESS_DEEP)),
-    "environment: cut off": ("environment.json", text('{"packages": ')),
     "environment: packages": ("environment.json", text('{"packages": ["torch"]}')),
-    "environment: no date": ("environment.json", text('{"started": "soon"}')),
     "health: no message": ("health.jsonl", text('{"step": 1}\n')),
-    "metrics: deep": ("metrics.jsonl", first_line(DEEP)),
-    "metrics: list": ("metrics.jsonl", row(**{"reward/mean": [1]})),
     "metrics: string": ("metrics.jsonl", row(**{"actor/pg_loss": "low"})),
-    "metrics: NaN": ("metrics.jsonl", row(**{"reward/mean": float("nan")})),
     "metrics: 10^400": ("metrics.jsonl", row(**{"reward/mean": 10**400})),
-    "metrics: 1e400": ("metrics.jsonl", first_line('{"step": 1, "reward/mean": 1e400}')),
     "metrics: step": ("metrics.jsonl", row(step=10**12)),
     "config: terms": ("config.yaml", setting("reward", "terms", 5)),
     "samples: pixels": (LAST, picture(size=(30000, 30000))),
-    "samples: columns": (LAST, picture({"size": [8, 8], "columns": 0, "captions": ["a 1"]})),
     "samples: tiles": (LAST, picture({"size": [9000, 9000], "columns": 1, "captions": ["a 1"]})),
     "rejected: no reasons": ("rejected.jsonl", text('{"step": 1}\n')),
 }
@@ -130,9 +120,7 @@ CHECKPOINT = "checkpoints/step_3/manifest.json"
 @fault(
     "inputs, environment or manifest of a run are damaged", "train and export say so in one line"
 )
-@pytest.mark.parametrize(
-    "content", ["[", "[]", "{}", DEEP, "null"], ids=["cut", "list", "empty", "deep", "null"]
-)
+@pytest.mark.parametrize("content", ["[", "[]", "{}", DEEP], ids=["cut", "list", "empty", "deep"])
 def test_damaged_inputs_and_manifests(finished: Path, small: list[str], content: str) -> None:
     (finished / CHECKPOINT).write_text(content)
     out = str(finished.parent / "lora")
@@ -153,13 +141,9 @@ def entry(**values: object) -> Change:
 
 INDEX = "model_index.json"
 MODELS: dict[str, tuple[str, Change, str]] = {
-    "a string": (INDEX, entry(vae="os"), "its vae is os"),
-    "a mapping": (INDEX, entry(vae={"a": 1}), "its vae is"),
     "no library": (INDEX, entry(vae=[None, "X"]), "its vae is"),
     "a function": (INDEX, entry(vae=["transformers", "pipeline"]), "and this installation"),
-    "a list": (INDEX, text("[]"), INDEX),
     "deep": (INDEX, text(DEEP), INDEX),
-    "patches": ("transformer/config.json", entry(patch_size=0), "its transformer"),
     "deep settings": ("transformer/config.json", text(DEEP), "its transformer"),
     "layers": ("transformer/config.json", entry(num_layers=10**9), "transformer/config.json"),
     "encoder": (

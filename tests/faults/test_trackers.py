@@ -157,9 +157,9 @@ def test_rejected_samples_that_cannot_be_written(small: list[str], tmp_path: Pat
     settings = [f"algorithm.rollout_correction.{one}" for one in rejects]
     words = words_of(small, "rollout.dtype=bf16", *settings)
     ended = command(*words, harm=full_for("run/rejected")).expect(0)
-    assert not list((tmp_path / "run" / "rejected").iterdir())
+    assert not (tmp_path / "run" / "rejected.jsonl").exists()
     (line,) = warnings_in(ended.output)
-    assert "rejected samples cannot be written" in line
+    assert "rejected.jsonl cannot be written" in line
 
 
 @fault("a picture cannot be drawn", "one warning with a traceback; the run goes on")

@@ -38,7 +38,7 @@ def test_value_and_slope(mode: str, dual: float | None, by_step: bool) -> None:
     advantages = torch.tensor([[1.5], [-0.5]], dtype=torch.float64).expand(2, len(LOG_RATIOS))
     log_probs = torch.tensor(LOG_RATIOS, dtype=torch.float64).repeat(2, 1).requires_grad_()
     one = torch.ones_like(log_probs).detach()
-    loss = section.loss(BAND * one if by_step else None)
+    loss = section.bounded(section.loss(), BAND * one) if by_step else section.loss()
     found = loss(log_probs, 0 * one, advantages, one.bool(), GaussianSteps(one, -one, 0 * one))
     found.values.sum().backward()
     wanted = [

@@ -19,7 +19,7 @@ from support.oracles import Clip, clipped
 from torch import Tensor
 
 from flowgrpo_rc import RolloutCorrectionConfig, diffusion_loss
-from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.spec.check_settings import check_settings
 
 
 def guard_ratio(given: Steps, theta: Tensor, b: int, t: int) -> Tensor:

@@ -19,6 +19,7 @@ from support.builders import (
     summed,
     token_batch,
 )
+from support.compositions import resolved
 from support.oracles import Clip, Rule
 from torch import Tensor
 
@@ -126,7 +127,8 @@ def test_loss_and_gradient(rule, mode, aggregation, normalize, masking):
 
 def test_pure_importance_sampling_sums_over_a_response():
     """-E[w sum_t log pi(t) A], with one weight w of at most 2 for each response."""
-    config = to_config(compose_config(["+correction=pure_is"], config_name="token_grpo")).loss()
+    run = resolved(to_config(compose_config(["+correction=pure_is"], config_name="token_grpo")))
+    config = run.loss_config
     batch, mask, now = filled(config, "right"), mask_of("right"), drawn()[2]
     rollout, advantages = batch.rollout_log_probs, batch.advantages
     weight_B = (now - rollout).where(mask, 0).sum(1).exp().clamp(max=2)

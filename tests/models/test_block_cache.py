@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.subjects import Subject, make_subject
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -24,8 +25,6 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout import diffusers_engine
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
-
-COMPUTED = (2, 1)
 
 
 @pytest.fixture(params=sorted(adapters_by_pipeline()))
@@ -102,7 +101,7 @@ def plainly_cached(
     engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4)
     for part in transformers(engine.transformer).values():
         blocks = [block for blocks in block_lists(part) for block in blocks]
-        for block in blocks[COMPUTED[0] : -COMPUTED[1]]:
+        for block in blocks[1:-1]:
             own = block.forward
 
             def forward(*args: Any, _block: Any = block, _own: Any = own, **kwargs: Any) -> Any:
@@ -113,18 +112,15 @@ def plainly_cached(
 
             monkeypatch.setattr(block, "forward", forward)
     monkeypatch.setattr(model, "velocity", counting)
-    asked = dataclasses.replace(request.spec, cached_blocks=())
-    (chunk,) = engine.generate(dataclasses.replace(request, spec=asked))
+    (chunk,) = engine.generate(request)
     return chunk
 
 
-@pytest.mark.parametrize("guidance", ["unguided", "guided"])
+@pytest.mark.parametrize("guidance", [slow("unguided"), "guided"])
 def test_a_cached_rollout_is_that_of_a_plain_version(subject, guidance, monkeypatch):
     model = deepened(subject)
-    request = request_for(subject, guidance, cached_steps=(1, 3), cached_blocks=COMPUTED)
-    engine = DiffusersEngine(
-        model, model.network, dtype="fp32", chunk_size=4, cached_blocks=COMPUTED
-    )
+    request = request_for(subject, guidance, cached_steps=(1, 3))
+    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, cache_blocks=True)
     (found,) = engine.generate(request)
     (again,) = engine.generate(request)
     assert torch.equal(found.latents, again.latents)
@@ -153,10 +149,8 @@ def test_evaluations_are_counted_exactly(subject: Subject) -> None:
         nonlocal runs
         runs += 4  # rows
 
-    request = request_for(subject, "unguided", cached_steps=(1, 3), cached_blocks=COMPUTED)
-    engine = DiffusersEngine(
-        model, model.network, dtype="fp32", chunk_size=4, cached_blocks=COMPUTED
-    )
+    request = request_for(subject, "unguided", cached_steps=(1, 3))
+    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, cache_blocks=True)
     for part in transformers(engine.transformer).values():
         for blocks in block_lists(part):
             for block in blocks:
@@ -165,7 +159,7 @@ def test_evaluations_are_counted_exactly(subject: Subject) -> None:
     saved, evaluations = chunk.blocks
     assert runs == evaluations - saved
     if len(model.networks) == 1:
-        assert saved / evaluations == saved_share(model.network, COMPUTED, 2, 4)
+        assert saved / evaluations == saved_share(model.network, 2, 4)
 
 
 @pytest.mark.parametrize("guidance", ["unguided", "guided"])
@@ -173,15 +167,13 @@ def test_samples_that_share_a_prefix_take_its_residual_along(saved, guidance, mo
     """Both samples of a prompt are one row up to the window, whose first step is not cached."""
     subject = make_subject("StableDiffusion3Pipeline", saved)
     model = deepened(subject)
-    steps = {"cached_steps": (2, 3), "cached_blocks": COMPUTED}
+    steps = {"cached_steps": (2, 3)}
     request = request_for(subject, guidance, shared_prefix=True, **steps)
-    engine = DiffusersEngine(
-        model, model.network, dtype="fp32", chunk_size=4, cached_blocks=COMPUTED
-    )
+    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, cache_blocks=True)
     (found,) = engine.generate(request)
     rows = 2 + 2 + 4 + 4  # two prompts, and from the second step of the window on four samples
     passes = 2 if guidance == "guided" else 1
-    assert found.blocks == (2 * passes * 2 * 4, 5 * passes * rows)
+    assert found.blocks == (3 * passes * 2 * 4, 5 * passes * rows)
     every = torch.arange(4)
     monkeypatch.setattr(flow, "distinct_rows", lambda *_: (every, every))
     plain = plainly_cached(model, request, monkeypatch)
@@ -190,13 +182,13 @@ def test_samples_that_share_a_prefix_take_its_residual_along(saved, guidance, mo
 
 def test_what_cannot_be_skipped_is_refused(saved) -> None:
     model = make_subject("StableDiffusion3Pipeline", saved).load()  # of two blocks
-    with pytest.raises(ValueError, match=r"rollout\.cache\.blocks=\[1, 1\] leaves nothing"):
-        BlockCache(model.transformer, (1, 1))
+    with pytest.raises(ValueError, match=r"rollout\.cache\.every has nothing to reuse"):
+        BlockCache(model.transformer)
     with pytest.raises(ValueError, match="a Linear keeps its blocks in none of"):
-        BlockCache(nn.Linear(2, 2), (1, 1))
+        BlockCache(nn.Linear(2, 2))
     model.transformer.transformer_blocks.insert(0, moved(model.transformer.transformer_blocks[0]))
     model.transformer.transformer_blocks.insert(0, moved(model.transformer.transformer_blocks[0]))
-    cache = BlockCache(model.transformer, (1, 1))
+    cache = BlockCache(model.transformer)
     cache.start(())
     cache.next_step()
     blocks = model.transformer.transformer_blocks
@@ -214,12 +206,13 @@ def test_what_cannot_be_skipped_is_refused(saved) -> None:
         )
 
 
+@pytest.mark.slow
 def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject, monkeypatch):
     """Shared states, the last chunk, cached steps and a new LoRA need no further code."""
     counter = CompileCounter()
     monkeypatch.setattr(diffusers_engine, "inductor_or_eager", counter)
     model = deepened(subject)
-    cached = {"cached_steps": (1, 3), "cached_blocks": COMPUTED, "shared_prefix": True}
+    cached = {"cached_steps": (1, 3), "shared_prefix": True}
     given = request_for(subject, "guided", **cached)
     requests = [
         dataclasses.replace(
@@ -240,7 +233,7 @@ def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject, monk
             chunk_size=5,
             compile=compiles,
             merge_lora=True,
-            cached_blocks=COMPUTED,
+            cache_blocks=True,
         )
         first = list(engine.generate(requests[0]))
         graphs = counter.frame_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.marks import slow
+from support.subjects import with_own_network
 from support.text_rollouts import lora_state
 from transformers import AutoModelForCausalLM
 
 from flowgrpo_rc.exports.lora import export_lora
-from flowgrpo_rc.models.base import ModelConfig, load_model
+from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora
 
@@ -60,6 +63,15 @@ def assert_same(ours: torch.nn.Module, stock: torch.nn.Module) -> None:
         torch.testing.assert_close(found[name], delta, rtol=1e-5, atol=2e-6)
 
 
+@cache
+def loaded(base: Path) -> FlowModel:
+    return load_model(ModelConfig(path=str(base)), CPU)
+
+
+def image_model(base: Path) -> FlowModel:
+    return with_own_network(loaded(base))
+
+
 def fill(network: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(3)
     for name, parameter in network.named_parameters():
@@ -69,7 +81,7 @@ def fill(network: torch.nn.Module) -> None:
 
 def image_file(base: Path, folder: Path, **settings: Any) -> None:
     """Writes a LoRA as stock diffusers does."""
-    pipeline = load_model(ModelConfig(path=str(base)), CPU).pipeline
+    pipeline = image_model(base).pipeline
     network = pipeline.transformer
     targets = TARGETS["image"]
     network.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings))
@@ -93,14 +105,14 @@ def ours(kind: str, base: Path, folder: Path, **settings: Any) -> tuple[Any, Mod
     options = {"lora_rank": 4, "lora_alpha": 6, "lora_path": str(folder)} | settings
     family = {"image": "diffusion", "text": "causal_lm"}[kind]
     config = ModelConfig(kind=family, path=str(base), target_modules=TARGETS[kind], **options)
-    model = load_model(config, CPU) if kind == "image" else load_causal_lm(config, CPU)
+    model = image_model(base) if kind == "image" else load_causal_lm(config, CPU)
     return add_lora(model, config, seed=0), config
 
 
 def stock(kind: str, base: Path, folder: Path) -> Any:
     if kind == "text":
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
-    pipeline = load_model(ModelConfig(path=str(base)), CPU).pipeline
+    pipeline = image_model(base).pipeline
     pipeline.load_lora_weights(folder)
     return pipeline.transformer
 
@@ -119,7 +131,7 @@ def redescribe(kind: str, folder: Path, change: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", UNDERSTOOD.values(), ids=list(UNDERSTOOD))
-@pytest.mark.parametrize("family", ["StableDiffusion3Pipeline", "FluxPipeline", "text"])
+@pytest.mark.parametrize("family", ["StableDiffusion3Pipeline", slow("FluxPipeline"), "text"])
 def test_ranks_and_strengths_are_those_of_stock_loaders_and_go_on_in_the_export(
     saved: Callable[[str], Path],
     tiny_lm: Path,

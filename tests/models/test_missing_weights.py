@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
+from support.marks import slow_but
 from support.tiny_models import TINY
 
 from flowgrpo_rc.models.architecture import build_architecture, load_tokenizers
@@ -80,7 +81,10 @@ def damage(file: Path, how: str) -> str:
     return words
 
 
-@pytest.mark.parametrize("family", [name for name in TINY if name != "WanPipeline"])
+@pytest.mark.parametrize(
+    "family",
+    slow_but(["StableDiffusion3Pipeline"], [name for name in TINY if name != "WanPipeline"]),
+)
 def test_every_component_of_every_pipeline_has_to_have_its_weights(
     saved: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
@@ -128,7 +132,7 @@ def test_one_of_several_files_is_gone(lm_config: ModelConfig, tmp_path: Path) ->
         load(tmp_path)
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", slow_but(["FluxPipeline"], TINY))
 def test_parts_of_a_pipeline_that_nobody_understands_are_named(
     saved: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:

@@ -128,9 +128,7 @@ def test_the_vae_gets_no_more_at_once(checkpoint, model, monkeypatch, size, deco
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"decode_batch_size": 0}, "model.decode_batch_size=0: give auto, or a number"),
-        ({"decode_batch_size": "all"}, "model.decode_batch_size=all: give auto, or a"),
-        ({"onednn": "mkl"}, "model.onednn=mkl: give true, false or auto"),
+        ({"decode_batch_size": 0}, "model.decode_batch_size=0: give at least 1"),
         ({"decode_batch_size": 2, "kind": "causal_lm"}, "model.decode_batch_size=2 has no effect"),
         ({"offload_idle": True, "kind": "causal_lm"}, "model.offload_idle=true has no effect"),
         ({"offload_idle": "layers", "kind": "causal_lm"}, "model.offload_idle=layers has no"),

@@ -11,7 +11,8 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.health_rules import Setup
 
-SETUP = Setup.of(RolloutCorrectionConfig(), text=False, fresh=True, unquantized=None)
+CORRECTION = RolloutCorrectionConfig()
+SETUP = Setup.of(CORRECTION, CORRECTION.rules(), text=False, fresh=True, unquantized=None)
 FALLEN = {"suite/ocr/change": -0.3, "suite/ocr/change_low": -0.4, "suite/ocr/change_high": -0.2}
 NOISY = FALLEN | {"suite/ocr/change_high": 0.01}
 RISING = [0.10, 0.13, 0.11, 0.14, 0.12, 0.21, 0.24, 0.22, 0.25, 0.23]
@@ -63,9 +64,7 @@ def test_it_is_said_once_for_each_guard_also_by_a_run_that_goes_on() -> None:
         monitor.update(step, {"reward/mean": reward})
     assert len(monitor.update(11, {"reward/mean": 0.24} | FALLEN)) == 1
     resumed = HealthMonitor(SETUP)
-    state = json.loads(json.dumps(monitor.state_dict()))
-    resumed.load_state_dict({k: state[k] for k in state if k != "guards"})  # of an older version
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
     assert resumed.update(12, {"reward/mean": 0.24} | FALLEN) == []
     (said,) = resumed.update(13, {"reward/mean": 0.24} | FALLEN | other)
     assert said.startswith("suite/looks/change")

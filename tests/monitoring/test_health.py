@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from support.compositions import resolved
 
 from flowgrpo_rc.build import make_health
 from flowgrpo_rc.config.tree import Config, DataConfig
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.monitoring.health import HealthMonitor, check_rollout_correction_health
-from flowgrpo_rc.monitoring.health_rules import Setup
+from flowgrpo_rc.monitoring.health_rules import RULES, Rule, Setup
 from flowgrpo_rc.rollout.config import RolloutConfig
 
 PREFIXES = ("rollout_corr/", "actor/rollout_corr/")
@@ -31,7 +32,10 @@ def warned(metrics: Mapping[str, float | None], **changes: Any) -> tuple[str, ..
 
 
 def monitor_of(*, text: bool = False, unquantized: float | None = None) -> HealthMonitor:
-    return HealthMonitor(Setup.of(settings_of(), text=text, fresh=True, unquantized=unquantized))
+    settings = settings_of()
+    rules = settings.rules()
+    setup = Setup.of(settings, rules, text=text, fresh=True, unquantized=unquantized)
+    return HealthMonitor(setup)
 
 
 HEALTHY = {
@@ -45,22 +49,19 @@ HEALTHY = {
     "kl": -1e-4,
     "chi2_token": 1e-6,
 }
-# Metric, the last healthy value, a value just beyond it, a key that the remedy names.
-EDGES = [
-    ("rollout_rs_seq_masked_fraction", 0.05, 0.0501, "rollout.dtype"),
-    ("log_ppl_abs_diff", 1.0, 1.001, "bypass_mode=False"),
-    ("rollout_is_max", 1.999, 2.0, "rollout_is_threshold"),
-    ("rollout_is_mean", 0.5, 0.499, "the engine records the log-probs"),
-    ("rollout_is_mean", 2.0, 2.001, "the engine records the log-probs"),
-    ("rollout_is_veto_fraction", 0.1, 0.101, "rollout_token_veto_threshold"),
-    ("rollout_is_eff_sample_size", 0.3, 0.299, "rollout_is=token"),
-    ("rollout_is_std", 1.0, 1.001, "rollout_is_threshold"),
-    ("kl", 0.1, 0.101, "actor.optim.lr"),
-    ("kl", -0.1, -0.101, "actor.optim.lr"),
-    ("chi2_token", 1.0, 1.001, "rollout.dtype"),
-    ("pre_update_clip_fraction", 0.3, 0.301, "a wider clip band"),
-    ("mismatch_over_expected", 2.0, 2.001, "flowgrpo-rc calibrate"),
+# The rules whose bounds stand in the table alone, and that see one metric.
+PLAIN_RULES = [
+    rule
+    for rule in RULES
+    if rule.metric in {*HEALTHY, "pre_update_clip_fraction", "mismatch_over_expected"}
+    if rule.name not in ("is_max", "dilution", "unquantized")
 ]
+
+
+def edges(rule: Rule) -> list[tuple[float, float]]:
+    """Returns the last healthy value at each bound of a rule, and one just beyond it."""
+    bounds = ((rule.low, -1e-3), (rule.high, 1e-3))
+    return [(bound, bound + step) for bound, step in bounds if math.isfinite(bound)]
 
 
 def named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -68,15 +69,15 @@ def named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize(("metric", "healthy", "ill", "key"), EDGES)
-def test_rule_flips_at_its_threshold(
-    prefix: str, metric: str, healthy: float, ill: float, key: str
-) -> None:
-    assert warned(named(prefix, HEALTHY | {metric: healthy})) == ()
-    (warning,) = warned(named(prefix, HEALTHY | {metric: ill}))
-    assert warning.startswith(f"{prefix}{metric} is {ill:.4g}, ")
-    assert key in warning
-    assert warning.endswith(".")
+@pytest.mark.parametrize("rule", PLAIN_RULES, ids=lambda rule: rule.name)
+def test_rule_flips_at_its_threshold(prefix: str, rule: Rule) -> None:
+    assert edges(rule)
+    for healthy, ill in edges(rule):
+        assert warned(named(prefix, HEALTHY | {rule.metric: healthy})) == ()
+        (warning,) = warned(named(prefix, HEALTHY | {rule.metric: ill}))
+        assert warning.startswith(f"{prefix}{rule.metric} is {ill:.4g}, ")
+        assert "{" not in warning
+        assert warning.endswith(".")
 
 
 def test_rejection_above_ten_percent_also_dilutes() -> None:
@@ -117,7 +118,8 @@ def test_decoupled_mode_is_not_told_to_become_decoupled() -> None:
     assert warned({"actor/clip_fraction": 0.5}) == ()
     (warning,) = warned({"actor/clip_fraction": 0.51})
     assert "bypass_mode=False or raise actor.diffusion_loss.clip_ratio" in warning
-    ill = {f"rollout_corr/{metric}": value for metric, _, value, _ in EDGES[:-1]}
+    rules = [rule for rule in PLAIN_RULES if rule.name != "fault"]
+    ill = {f"rollout_corr/{rule.metric}": edges(rule)[-1][1] for rule in rules}
     ill |= {"actor/clip_fraction": 0.51} | named(PREFIXES[0], FLOOR)
     found = warned(ill, bypass_mode=False)
     assert len(found) > 8
@@ -172,7 +174,8 @@ TOKENS = "token_loss.clip_ratio_low and clip_ratio_high >= 0.0004"
     ],
 )
 def test_a_run_knows_what_it_trains_on(changed: Config, words: str, absent: str) -> None:
-    monitor = make_health(changed)
+    changed.model.path = "a/b"
+    monitor = make_health(resolved(changed))
     row = named(PREFIXES[0], FLOOR)
     (warning,) = [text for step in range(1, 6) for text in monitor.update(step, row)]
     assert words in warning
@@ -223,7 +226,13 @@ def test_what_a_rollout_must_be_is_reported_at_once(
 
 def test_a_run_knows_what_its_quantization_explains() -> None:
     def quantized(quantization: str | None) -> list[str]:
-        monitor = make_health(Config(rollout=RolloutConfig(quantization=quantization)))
+        monitor = make_health(
+            resolved(
+                Config(
+                    model=ModelConfig(path="a/b"), rollout=RolloutConfig(quantization=quantization)
+                )
+            )
+        )
         return monitor.update(1, {OVER: 0.08})
 
     assert [bool(quantized(name)) for name in (None, "int8", "int4")] == [False, False, True]

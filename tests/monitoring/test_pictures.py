@@ -25,7 +25,8 @@ from flowgrpo_rc.monitoring.pictures import (
 )
 
 # Of 57 steps of the bundled job with its own settings (`flowgrpo-rc train`).
-SETUP = Setup.of(RolloutCorrectionConfig(), text=False, fresh=True, unquantized=None)
+CORRECTION = RolloutCorrectionConfig()
+SETUP = Setup.of(CORRECTION, CORRECTION.rules(), text=False, fresh=True, unquantized=None)
 CLEAN = Path(__file__).parents[1] / "support" / "clean_pictures.jsonl"
 GROUPS, SIZE = 8, 3
 

@@ -191,7 +191,8 @@ def test_training_on_some_of_the_samples() -> None:
     keep = "algorithm.rollout_correction.exclude_rejected=false"
     redrawn = values(job(*recipe, *cheap, keep))
     assert redrawn["forwards, redrawn"] == f"{64 // 4 * 10 * 2:,}"
-    every = job(*recipe, "actor.old_log_probs=recompute")
+    norm = ("rollout_is=token", "rollout_is_batch_normalize=true")
+    every = job(*recipe, *(f"algorithm.rollout_correction.{setting}" for setting in norm))
     assert values(every)["forwards, old policy"] == f"{64 * 9 * 2:,}"
 
 
@@ -264,7 +265,7 @@ def test_layers_on_the_host() -> None:
         assert whole - less == sum(away) - max(away) > whole / 2
         assert on_the_host(runs[1])[0][1] - on_the_host(runs[0])[0][1] == sum(away)
         found = Fitter(runs[0], needs={"rollout": Line(0, 0)}).candidates()
-        ways = [config.model.offload_idle for config in found]
+        ways = [spec.settings.model.offload_idle for spec in found]
         assert ways == sorted(ways, key=lambda way: way == "layers")  # the last resort
         assert "layers" in ways
 

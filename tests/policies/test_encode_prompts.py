@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from support.subjects import make_subject
 
 from flowgrpo_rc.batch import Conditioning, Prompt
 from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
+from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.models.prompt_cache import PromptCache
 from flowgrpo_rc.policies.encode_prompts import encode_prompts, encode_unique
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -109,9 +110,11 @@ def test_every_family_keeps_its_bits(
     cache = PromptCache({}, tmp_path if in_folder else None, by_batch=by_batch)
     for asked, negative in product(batches if by_batch else batches[:4], (False, True)):
         encode_unique(model, asked, spec, negative=negative, cache=cache)
+    names = ["encode", *(["encode_edits"] if isinstance(model, EditingModel) else [])]
+    again = {name: Mock(side_effect=AssertionError("encoded again")) for name in names}
     for asked, negative in product(batches, (False, True)):
         expected = encode_unique(model, asked, spec, negative=negative)
-        with patch.object(model, "encode_edits", side_effect=AssertionError("encoded again")):
+        with patch.multiple(model, **again):
             found = encode_unique(model, asked, spec, negative=negative, cache=cache)
         if found.images is not None and expected.images is not None:
             shown = found.images[:, : expected.images.shape[1]]  # the rest is padding

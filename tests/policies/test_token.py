@@ -59,6 +59,7 @@ def test_rows_of_like_length_share_forwards_where_a_fifth_is_padding(trained_lm:
     full = batch.replace(
         prompt_mask=torch.ones_like(batch.prompt_mask),
         response_mask=torch.ones_like(batch.response_mask),
+        lengths=None,
     )
     assert policy.order(full, 6) is None
 

@@ -1,4 +1,4 @@
-"""Saved trajectories: those of older versions, and of another precision, are trained on."""
+"""Saved trajectories: those of another precision are trained on."""
 
 from __future__ import annotations
 
@@ -27,17 +27,6 @@ def saved(tmp_path: Path) -> Path:
     path = tmp_path / "step.safetensors"
     save_rollout(path, SavedRollout(token_batch(torch.zeros(2, 3), mask), rewards, {}))
     return path
-
-
-def test_a_file_that_does_not_know_tf32(saved: Path) -> None:
-    spec = load_rollout(saved, torch.device("cpu")).batch.spec
-    with safe_open(saved, framework="pt") as file:
-        header = json.loads(file.metadata()["rollout"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    del header["spec"]["tf32"]
-    save_file(tensors, saved, metadata={"rollout": json.dumps(header)})
-    assert load_rollout(saved, torch.device("cpu")).batch.spec == spec
-    check_headers([saved], spec, {})
 
 
 def test_precision_may_differ_and_nothing_else(saved: Path) -> None:

@@ -1,4 +1,4 @@
-"""Grids of samples, and thumbnails."""
+"""Grids of samples."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ import io
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.records.samples import image_grid, read_grid, save_grid, thumbnail, with_sources
-
-
-@pytest.mark.parametrize(
-    ("shape", "wanted"), [((300, 500, 3), (75, 125, 3)), ((9, 260, 130, 3), (87, 132, 3))]
-)
-def test_thumbnails_are_small(shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    sample = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
-    assert thumbnail(sample).shape == wanted
-    if len(shape) == 4:
-        np.testing.assert_array_equal(thumbnail(sample)[:, 44:88], thumbnail(sample[4]))
-    small = sample[:64, :128] if len(shape) == 3 else sample[0, :64, :128]
-    assert thumbnail(small) is small
+from flowgrpo_rc.records.samples import image_grid, read_grid, save_grid, with_sources
 
 
 def test_grid_enlarges_small_images_by_whole_pixels_and_reduces_large_ones() -> None:

@@ -14,7 +14,7 @@ from support.report_pages import chart_data, visible_text, write_rows
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.evaluation.intervals import PolicyComparison, compare
-from flowgrpo_rc.evaluation.suite import Suite
+from flowgrpo_rc.evaluation.suite import Suite, SuiteProtocol
 from flowgrpo_rc.evaluation.suite_runner import SuiteResult, SuiteScores
 from flowgrpo_rc.records.samples import save_grid, save_texts
 from flowgrpo_rc.records.suite_files import read_suite_results, sample_stem, write_suite_result
@@ -30,7 +30,7 @@ def result(changes: Sequence[float], **groups: PolicyComparison) -> SuiteResult:
     columns = [{"reward": scores, "ocr/edit": scores * 2} for scores in (base, tuned)]
     found = {name: compare(columns[0][name], columns[1][name]) for name in columns[0]}
     before, after = (SuiteScores(scores, ()) for scores in columns)
-    return SuiteResult("mine", before, after, found, groups)
+    return SuiteResult("mine", before, after, found, groups, SuiteProtocol({}, "1a2b3c4d"))
 
 
 def section(run: Path, rows: Sequence[dict[str, Any]] = ()) -> str:
@@ -59,7 +59,8 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_a_damaged_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "suites").mkdir()
-    (tmp_path / "suites" / "mine.json").write_text('{"prompts": 4, "seeds": 2, "comparisons": {}}')
+    result = '{"prompts": 4, "seeds": 2, "sampler": {}, "digest": "", "comparisons": {}}'
+    (tmp_path / "suites" / "mine.json").write_text(result)
     with pytest.raises(ValueError, match=r"mine.json cannot be read: 'groups' is missing"):
         section(tmp_path)
 

@@ -110,7 +110,7 @@ FUNCTION = {"_target_": "function", "path": f"{HERE}:length"}
 def test_a_reward_must_fit_the_model(terms, kind, message):
     refused = pytest.raises(ValueError, match=rf"reward\.terms{message}")
     with refused if message else nullcontext():
-        check_kind(RewardConfig(terms=terms), kind)
+        check_kind(build_terms(RewardConfig(terms=terms)), kind)
 
 
 LATENTS = torch.arange(8.0).reshape(2, 2, 2)
@@ -133,14 +133,16 @@ def test_each_reward_gets_what_it_scores():
         manager.submit(IMAGES, sums("1", "2"), torch.zeros(3, 2))
     manager.close()
     assert manager.needs_samples
-    assert needs_samples(RewardConfig(terms={"latent": LATENT, "image": {**IMAGE, "weight": 0.0}}))
+    assert needs_samples(
+        build_terms(RewardConfig(terms={"latent": LATENT, "image": {**IMAGE, "weight": 0.0}}))
+    )
     alone = RewardConfig(terms={"latent": LATENT})
     manager = RewardManager(alone)
     found = manager.collect([manager.submit(None, sums("1", "2"), LATENTS)])
     manager.close()
     assert found.total.tolist() == [1.5, 5.5]
     assert not manager.needs_samples
-    assert not needs_samples(alone)
+    assert not needs_samples(build_terms(alone))
 
 
 HALF = [

@@ -119,7 +119,7 @@ def test_weighted_sum_in_sample_order():
         "a": {"_target_": f"{HERE}.Index", "weight": 2.0},
         "b": {"_target_": f"{HERE}.Index", "weight": -0.5, "scale": 10.0, "delay": 0.0},
     }
-    manager, rewards = run(RewardConfig(terms=terms, num_workers=2), chunks=(2, 3, 1, 4))
+    manager, rewards = run(RewardConfig(terms=terms), chunks=(2, 3, 1, 4))
     index = torch.arange(10, dtype=torch.float64)
     keys = ["a", "a/square", "b", "b/square"]
     assert list(rewards.parts) == manager.part_keys(grouped=True) == keys
@@ -249,8 +249,6 @@ def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one(caplog):
         ({"terms": {"ocr": {"wieght": 1}}}, r"terms\.ocr\.wieght: unknown option"),
         ({"terms": {"ocr": {"detection": "no"}}}, r"terms\.ocr: detection='no': allowed are"),
         ({"terms": {"orc": {}}}, r"terms\.orc: .* no plug-in 'orc' \(did you mean 'ocr'"),
-        ({"num_workers": 0}, r"num_workers=0 must be between 1 and .* 1$"),
-        ({"num_workers": 2}, r"num_workers=2 must be between 1 and .* 1$"),
         ({"max_failed_fraction": 1.5}, r"max_failed_fraction=1\.5 must be between 0 and 1"),
         ({"timeout_s": 0}, r"timeout_s=0: give a number of seconds above 0, or null"),
     ],
@@ -261,9 +259,9 @@ def test_bad_configurations(config, message):
 
 
 def test_which_rewards_need_a_target():
-    assert requires_target(RewardConfig())
-    assert requires_target(RewardConfig(terms={"jpeg": {}, "exact_match": {}}))
-    assert not requires_target(RewardConfig(terms={"jpeg": {}}))
+    assert requires_target(build_terms(RewardConfig()))
+    assert requires_target(build_terms(RewardConfig(terms={"jpeg": {}, "exact_match": {}})))
+    assert not requires_target(build_terms(RewardConfig(terms={"jpeg": {}})))
 
 
 def test_a_reward_of_weight_zero_is_logged_and_cannot_invalidate_a_sample():

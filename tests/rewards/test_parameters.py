@@ -12,7 +12,7 @@ import torch
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.function import Function, give
-from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, check_prompts
+from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, build_terms, check_prompts
 
 ASKED = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?"})
 CHAT = Prompt(text="1+2?", index=0, target="3", metadata={"answer": "3", "of": 7}, messages=ASKED)
@@ -83,14 +83,14 @@ def test_names_that_nobody_can_give_are_refused_before_a_run(
 ) -> None:
     full = rf"reward\.terms\.f: path='given:f' takes \(.*\)[:;] {message}"
     with pytest.raises(ValueError, match=full):
-        check_prompts(terms(function), [CHAT, PLAIN], lambda: ["line 0", "line 1"])
+        check_prompts(build_terms(terms(function)), [CHAT, PLAIN], lambda: ["line 0", "line 1"])
 
 
 def test_a_column_that_some_prompts_lack_is_refused() -> None:
     both = [CHAT, Prompt(text="a", index=1)]
     for function in (lambda completion, answer: 0, lambda completions, answer: [0, 0]):
         with pytest.raises(ValueError, match=r"line 1: reward\.terms\.f: .*answer"):
-            check_prompts(terms(function), both, lambda: ["line 0", "line 1"])
+            check_prompts(build_terms(terms(function)), both, lambda: ["line 0", "line 1"])
     assert called(lambda completions, answer=1: answer, ["", ""], *both) == ["3", None]
 
 

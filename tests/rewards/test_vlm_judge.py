@@ -69,9 +69,9 @@ def test_the_images_of_the_prompt_are_shown_first() -> None:
             assert reward.requires_images == first
     assert [shown(received) for received in server.received] == [[77, 2], [2]]
     config = RewardConfig(terms={"vlm_judge": {"path": "a/b", "source": True}})
-    check_images(config, 1)
+    check_images(build_terms(config), 1)
     with pytest.raises(ValueError, match=r"reward\.terms\.vlm_judge looks at .*condition_images=0"):
-        check_images(config, 0)
+        check_images(build_terms(config), 0)
 
 
 MISBEHAVING = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.compositions import resolved
 from support.image_rollouts import WINDOWS, make_spec, trained_lora
 from support.kernels import needs_int8_kernels
 from support.runs import fingerprint
@@ -15,7 +16,6 @@ from support.torchao import needs_torchao
 from torch import nn
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
-from flowgrpo_rc.config import check_engine
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
@@ -34,6 +34,7 @@ from flowgrpo_rc.rollout.quantization import (
     quantize,
 )
 from flowgrpo_rc.rollout.replica import Replica
+from flowgrpo_rc.spec import check_engine
 
 QUANTIZATIONS = [
     pytest.param(name, marks=needs_int8_kernels) if name == "int8_dynamic" else name
@@ -108,7 +109,7 @@ def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
     ):
         parameter.data = stored.data if type(stored) is nn.Parameter else stored.dequantize()
     state = {key: parameter.detach() + 0.01 for key, parameter in lora_parameters(network).items()}
-    replica.sync(state, 1)
+    replica.sync(state)
     for key, parameter in lora_parameters(rounded).items():
         parameter.data = state[key].clone()
     found, wanted, plain = velocities(bundled, replica.network, rounded, network)
@@ -192,13 +193,13 @@ def test_what_triton_needs_is_looked_for_before_loading(
 ):
     config = Config()
     config.model.path = str(checkpoint)
-    check_engine.check_machine(config, torch.device("cuda"))
+    check_engine.check_machine(resolved(config, device="cuda"))
     section, _, name = setting.rpartition(".")
     setattr(attrgetter(section)(config), name, value)
     monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
     monkeypatch.setattr(check_engine.sysconfig, "get_path", lambda name: "/none")
     with pytest.raises(ValueError, match=words):
-        check_engine.check_machine(config, torch.device("cuda"))
+        check_engine.check_machine(resolved(config, device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -208,10 +209,11 @@ def test_what_triton_needs_is_looked_for_before_loading(
 def test_an_engine_that_does_not_offer_a_precision(name, key, value):
     config = Config()
     config.model.kind = "causal_lm"
+    config.model.path = "a/b"
     config.rollout.name = name
     setattr(config.rollout, key, value)
     with pytest.raises(ValueError, match=rf"rollout\.{key}.*rollout\.name={name}"):
-        check_engine.engine_of(config)
+        check_engine.check_engine(resolved(config))
 
 
 def saturating(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -231,12 +233,12 @@ def test_a_processor_whose_int8_products_overflow_is_refused(checkpoint, monkeyp
     monkeypatch.setattr(torch, "_int_mm", saturating)
     words = r"int8_dynamic: this processor's integer kernels overflow.* Set .*quantization=int8,"
     with pytest.raises(ValueError, match=words):
-        check_engine.check_machine(config, torch.device("cpu"))
+        check_engine.check_machine(resolved(config))
     network = nn.Sequential(nn.ModuleList([nn.Linear(8, 8)]))
     with pytest.raises(ValueError, match=words):  # on a worker's machine
         quantize(network, "int8_dynamic")
     config.rollout.quantization = "int8"
-    check_engine.check_machine(config, torch.device("cpu"))
+    check_engine.check_machine(resolved(config))
 
 
 def test_quantizations_that_a_gpu_does_slowly_or_not_at_all(caplog) -> None:

@@ -44,7 +44,7 @@ def test_a_merged_lora_gives_the_outputs_of_a_separate_one(trained_lm, dtype, to
     for merge in (False, True):
         replica = Replica(trained_lm.network, dtype, merge_lora=merge)
         at_first.append(replica.network(tokens).logits.float())
-        replica.sync(state, 1)
+        replica.sync(state)
         synced.append(replica.network(tokens).logits.float())
         assert (synced[-1] - at_first[-1]).abs().max() > 2 * tolerance
     torch.testing.assert_close(*at_first, rtol=0, atol=tolerance)
@@ -59,7 +59,7 @@ def test_a_rounded_lora_stays_apart_and_follows_in_the_rollouts_precision(traine
             parameter.data = parameter.data.bfloat16()
     replica = Replica(network, "bf16", merge_lora="rounded")
     state = updated(trained_lm)
-    replica.sync(state, 1)
+    replica.sync(state)
     for name, tensor in state.items():
         assert torch.equal(replica.lora[name], tensor.bfloat16()), name
         assert not torch.equal(replica.lora[name].float(), tensor), name
@@ -76,11 +76,11 @@ def test_merging_leaves_the_trainers_weights_alone_and_adds_nothing_up(trained_l
     replica = Replica(trained_lm.network, "fp32", merge_lora=True)
     tokens = torch.arange(1, 9).reshape(2, 4)
     state = updated(trained_lm)
-    replica.sync(state, 1)
+    replica.sync(state)
     once = replica.network(tokens).logits
-    for version in range(2, 5):
-        replica.sync({name: torch.zeros_like(p) for name, p in state.items()}, version)
-        replica.sync(state, version)
+    for _ in range(3):
+        replica.sync({name: torch.zeros_like(p) for name, p in state.items()})
+        replica.sync(state)
     assert torch.equal(replica.network(tokens).logits, once)
     after = dict(trained_lm.network.named_parameters())
     assert all(torch.equal(after[name], p) for name, p in before.items())

@@ -100,8 +100,9 @@ CASES = {
     "rollout.algo.shared_prefix=false model.gradient_checkpointing=true",
     "cps_peers": "rollout.algo.sde_type=cps rollout.algo.log_prob_convention=peers",
     "gdpo": "algorithm.adv_estimator=gdpo reward.terms.jpeg.weight=1.0",
-    "fp32_aligned": "rollout.dtype=fp32 rollout.micro_batch_size_per_gpu=null actor.replay=aligned "
-    "actor.train_n=null actor.steps_per_forward=1 rollout.algo.shared_prefix=false",
+    "fp32_aligned": "rollout.dtype=fp32 rollout.micro_batch_size_per_gpu=null "
+    "rollout.merge_lora=false actor.train_n=null actor.steps_per_forward=1 "
+    "rollout.algo.shared_prefix=false",
     "mixed_precision": "trainer.mixed_precision=bf16",
     "int4": "rollout.quantization=int4",
     "staleness": "rollout.staleness=1",

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 from omegaconf import DictConfig
 
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.child import launched_processes
+from flowgrpo_rc.spec.check_settings import check_settings
+from flowgrpo_rc.spec.resolve import resolve
+from flowgrpo_rc.spec.run_spec import Machine, RunSpec
 
 
 @cache
@@ -16,5 +21,22 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def config_of(*overrides: str, num_processes: int | None = None) -> Config:
-    """Returns a configuration of the test's own, which it may change."""
-    return to_config(composed(*overrides), num_processes=num_processes)
+    """Returns a checked configuration of the test's own, which it may change."""
+    return checked_config(composed(*overrides), num_processes=num_processes)
+
+
+def checked_config(composition: DictConfig, *, num_processes: int | None = None) -> Config:
+    """Returns the dataclasses of a composed configuration, whose settings go together."""
+    config = to_config(composition)
+    check_settings(resolved(config, num_processes or launched_processes() or 1))
+    return config
+
+
+def resolved(config: Config, num_processes: int = 1, device: str = "cpu") -> RunSpec:
+    """Returns the run spec of a configuration on so many processes of a device."""
+    return resolve(config, Machine(torch.device(device), num_processes))
+
+
+def spec_of(*overrides: str, num_processes: int = 1, device: str = "cpu") -> RunSpec:
+    """Returns the run spec of overrides of the bundled job."""
+    return resolved(config_of(*overrides), num_processes, device)

@@ -192,12 +192,12 @@ class Bf16Steps(DiffusersEngine):
 
 
 class NoLora(DiffusersEngine):
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
         off = {
             name: torch.zeros_like(tensor) if "lora_B" in name else tensor
             for name, tensor in state.items()
         }
-        super().sync_weights(off, version)
+        super().take_weights(off)
 
 
 class UnboundLora(DiffusersEngine):
@@ -209,11 +209,11 @@ class UnboundLora(DiffusersEngine):
             if ".lora_B." in name:
                 tensor.data.zero_()
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
         named = {self.renamed(name): tensor for name, tensor in state.items()}
         known = {name: tensor for name, tensor in named.items() if name in self._replica.lora}
         self._bound = list(known)
-        super().sync_weights(dict(self._replica.lora) | known, version)
+        super().take_weights(dict(self._replica.lora) | known)
 
     def renamed(self, name: str) -> str:
         return f"base_model.model.{name}"
@@ -232,10 +232,8 @@ class HalfLora(UnboundLora):
 class WeakLora(DiffusersEngine):
     """Leaves out alpha / rank, which is 2 in the tests."""
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        super().sync_weights(
-            {name: t / 2 if "lora_B" in name else t for name, t in state.items()}, version
-        )
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
+        super().take_weights({n: t / 2 if "lora_B" in n else t for n, t in state.items()})
 
 
 class StaleWeights(DiffusersEngine):
@@ -243,11 +241,10 @@ class StaleWeights(DiffusersEngine):
 
     waiting: Mapping[str, Tensor] | None = None
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
         if self.waiting is not None:
-            super().sync_weights(self.waiting, version)
+            super().take_weights(self.waiting)
         self.waiting = {name: tensor.clone() for name, tensor in state.items()}
-        self._replica.version = version
 
 
 class OwnOptions(DiffusersEngine):

@@ -14,6 +14,7 @@ from flowgrpo_rc.algorithms.policy_gradient.modes import make_mode
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.models.base import FlowModel
@@ -43,7 +44,7 @@ def mode_of(
     monitor = MismatchMonitor(policy, processes, clip_ratio=clip_ratio, metric_names=names)
     given = {"micro_batch_size": 4, "auto_bands": None, "own_forwards": False, "keep_means": False}
     return make_mode(
-        correction,
+        Corrector(correction),
         policy=policy,
         terms=terms,
         processes=processes,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from flowgrpo_rc.records.samples import save_grid
 
@@ -151,7 +150,7 @@ def make_run(folder: Path) -> Path:
     (folder / "health.jsonl").write_text(
         '{"step": 12, "message": "kl is 0.2 <script>alert(1)</script>"}\n'
     )
-    make_rejected(folder, images)
+    make_rejected(folder)
     for step in (20, 60):
         (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
         (folder / "checkpoints" / f"step_{step}" / "state.pt").write_bytes(b"0" * 2_000_000)
@@ -161,17 +160,14 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
-def make_rejected(run: Path, images: np.ndarray) -> None:
-    """Writes two samples in every second step; one is a text with markup."""
-    (run / "rejected").mkdir()
+def make_rejected(run: Path) -> None:
+    """Writes two samples in every second step; one is not finite."""
     reasons = [{"criterion": "seq_mean_k1", "value": 1.00031, "lower": 0.9998, "upper": 1.0002}]
     broken = [{"criterion": "not finite", "value": None, "lower": None, "upper": None}]
     rows = []
     for step in range(2, 61, 2):
-        name = f"step_{step:06d}_process_0_0.png"
-        Image.fromarray(images[step % 8]).save(run / "rejected" / name)
         row = {"step": step, "timestep": 750, "log_ratio": 3e-4 + 1e-5 * step, "reasons": reasons}
-        rows.append(row | {"reward": 0.25, "prompt": f"a sign {step}", "picture": name})
+        rows.append(row | {"reward": 0.25, "prompt": f"a sign {step}"})
         text = {"prompt": "1+1=", "text": "<b>3</b>", "reward": None, "log_ratio": None}
         rows.append(row | text | {"reasons": broken})
     write_rows(run, rows, "rejected.jsonl")

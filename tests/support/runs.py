@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 
+# Where runs train: `FLOWGRPO_TEST_DEVICE=cuda make test` takes a card.
+DEVICE = os.environ.get("FLOWGRPO_TEST_DEVICE", "cpu")
 WORDS = ("AB7X", "HELP", "K9Q", "MNPR", "TUV2", "WXY", "C3D4", "EFGH")
 Train = Callable[..., int]
 Trained = Callable[..., Path]
@@ -30,7 +33,7 @@ SMALL_TEXT = (
     "actor.ppo_mini_batch_size=2",
     "actor.ppo_micro_batch_size_per_gpu=4",
     "trainer.total_training_steps=2",
-    "trainer.device=cpu",
+    f"trainer.device={DEVICE}",
 )
 # Of pipelines, by a short name.
 NAMES = {
@@ -72,7 +75,6 @@ def small_run(checkpoint: Path, prompt_file: Path, folder: Path) -> list[str]:
         "data.train_batch_size=4",
         "rollout.n=2",
         "rollout.dtype=fp32",
-        "model.onednn=false",
         "rollout.algo.shared_prefix=false",
         "actor.steps_per_forward=1",
         "rollout.micro_batch_size_per_gpu=null",
@@ -90,7 +92,7 @@ def small_run(checkpoint: Path, prompt_file: Path, folder: Path) -> list[str]:
         "reward.terms.ocr=null",
         "reward.terms.jpeg.weight=1.0",
         "trainer.total_training_steps=2",
-        "trainer.device=cpu",
+        f"trainer.device={DEVICE}",
         f"trainer.output_dir={folder}",
     ]
 

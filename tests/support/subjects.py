@@ -14,7 +14,6 @@ from diffusers import DiffusionPipeline
 from support.tiny_models import TINY, VARIANTS, Tiny
 
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapter_of, load_model
-from flowgrpo_rc.models.cpu_kernels import use_cpu_kernels
 
 
 def with_own_network(model: FlowModel) -> FlowModel:
@@ -39,18 +38,25 @@ class Subject(NamedTuple):
         return ModelConfig(path=str(self.folder), **({"lora_rank": 4, "lora_alpha": 8} | changes))
 
     def stock(self) -> Any:
-        pipeline = DiffusionPipeline.from_pretrained(self.folder)
-        pipeline.set_progress_bar_config(disable=True)
+        pipeline = copy.copy(_stock(self.folder))
+        for name in ("vae", "scheduler"):
+            setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))
         # As `load` has it: products of matrices differ in their last bits by where these lie.
         for name in self.adapter.networks:
             setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))
-            use_cpu_kernels(getattr(pipeline, name))
         return pipeline
 
 
 @cache
 def _loaded(folder: Path, dtype: str) -> FlowModel:
     return load_model(ModelConfig(path=str(folder), dtype=dtype), torch.device("cpu"))
+
+
+@cache
+def _stock(folder: Path) -> Any:
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def make_subject(name: str, saved: Callable[[str], Path]) -> Subject:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.marks import slow_but
 from support.runs import VIDEO
 from support.tagged_runs import ONE_STEP, train, waits
 from support.tiny_models import TINY
@@ -37,8 +38,8 @@ def plant(patch: pytest.MonkeyPatch, owner: Any, function: str) -> None:
 
 # On a CPU, of a layer norm whose weights stay in fp32.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", sorted(adapters_by_pipeline()))
+@pytest.mark.parametrize("kind", slow_but(["guided"], KINDS))
+@pytest.mark.parametrize("name", slow_but(["FluxPipeline"], sorted(adapters_by_pipeline())))
 def test_only_planted_waits_are_found(saved, tmp_path, monkeypatch, name, kind):
     plant(monkeypatch, adapters_by_pipeline()[name], "velocity")
     plant(monkeypatch, Objective, "terms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.marks import slow, slow_but
 from support.runs import read_rows, without_timings
 from support.tagged_runs import (
     IMAGES,
@@ -19,7 +20,10 @@ from support.tagged_runs import (
     wrong,
 )
 
+from flowgrpo_rc.batch import TokenBatch
 from flowgrpo_rc.models.quantization import GROUPS
+from flowgrpo_rc.policies.base import Evaluation
+from flowgrpo_rc.policies.token import TokenPolicy
 
 RC = "algorithm.rollout_correction"
 DECOUPLED = (*IMAGES, f"{RC}.bypass_mode=false", f"{RC}.rollout_is=token")
@@ -36,7 +40,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(["bypass", "decoupled with KL"], RUNS))
 def test_images(name: str, tmp_path: Path) -> None:
     record = train(tmp_path, RUNS[name])
     assert wrong(record) == []
@@ -44,6 +48,7 @@ def test_images(name: str, tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["null", "int8"])
 def test_layers_on_the_host(quantization: str, tmp_path: Path) -> None:
     """They are sent for each product, without a wait, and no bit of a metric changes."""
@@ -68,13 +73,36 @@ def test_text(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
 
 
+def test_padding_is_cut_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host knows how long responses are, of 32 tokens at most."""
+    lengths = []
+    evaluate = TokenPolicy.evaluate
+
+    def followed(self: TokenPolicy, piece: TokenBatch) -> Evaluation:
+        hook = self.network.register_forward_pre_hook(
+            lambda module, args, options: lengths.append(options["logits_to_keep"]),
+            with_kwargs=True,
+        )
+        with hook:
+            return evaluate(self, piece)
+
+    monkeypatch.setattr(TokenPolicy, "evaluate", followed)
+    ragged = ("rollout.response_length=32", "actor.ppo_micro_batch_size_per_gpu=2")
+    record = train(tmp_path, (*TEXT, *ragged, f"{RC}.bypass_mode=false"))
+    assert wrong(record, waits_of_network=2) == []
+    assert waits(record) == {"masking_utils.py: _ignore_causal_mask_sdpa"}
+    assert min(lengths) < 16
+    assert len(set(lengths)) > 1
+
+
+@pytest.mark.slow
 def test_a_resumed_run(tmp_path: Path) -> None:
     assert wrong(train(tmp_path, (*IMAGES, "trainer.max_time=0.001"), code=75)) == []
     assert wrong(train(tmp_path, IMAGES)) == []
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("settings", [IMAGES, DECOUPLED], ids=["bypass", "decoupled"])
+@pytest.mark.parametrize("settings", [slow(IMAGES), DECOUPLED], ids=["bypass", "decoupled"])
 def test_collectives_get_tensors_of_the_device(settings: tuple[str, ...], tmp_path: Path) -> None:
     with two_ranks():
         record = train(tmp_path, settings)

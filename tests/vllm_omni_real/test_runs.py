@@ -25,7 +25,7 @@ def documented_commands() -> list[list[str]]:
     """Returns the overrides of the documented training commands for vLLM-Omni, without their
     output folder.
     """
-    text = (Path(__file__).parents[2] / "docs" / "vllm_omni.md").read_text().replace("\\\n", " ")
+    text = (Path(__file__).parents[2] / "docs" / "scaling_out.md").read_text().replace("\\\n", " ")
     start = ".venv-vllm-omni/bin/flowgrpo-rc train "
     lines = [
         line.removeprefix(start).split() for line in text.splitlines() if line.startswith(start)

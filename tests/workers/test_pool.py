@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from safetensors.torch import save
 from support.launching import run_alone
 from support.ray import needs_ray
 
-from flowgrpo_rc.rollout.engine import EngineError
+from flowgrpo_rc.rollout.engine import EngineError, RolloutChunk, RolloutEngine
 from flowgrpo_rc.workers import cluster
 from flowgrpo_rc.workers.cluster import PoolSettings, check_reachable, spare_gpus
 
@@ -112,11 +114,18 @@ def test_a_worker_fetches_a_version_of_the_lora_once(monkeypatch: pytest.MonkeyP
 
     fetched, taken = [], []
 
-    class Engine:
-        generate = staticmethod(lambda request: [])
+    class Engine(RolloutEngine[Any]):
+        def generate(self, request: Any) -> Iterator[RolloutChunk]:
+            return iter(())
 
-        def sync_weights(self, state: dict[str, torch.Tensor], version: int) -> None:
-            taken.append((version, state["lora"].item()))
+        def take_weights(self, state: Mapping[str, torch.Tensor]) -> None:
+            taken.append((self.version, state["lora"].item()))
+
+        def held_weights(self) -> None:
+            """Shows none."""
+
+        def close(self) -> None:
+            """Holds nothing."""
 
     def get(reference: int) -> bytes:
         fetched.append(reference)

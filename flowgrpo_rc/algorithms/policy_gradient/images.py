@@ -7,6 +7,7 @@ from flowgrpo_rc.algorithms.policy_gradient.objective import Objective
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.config import Rules
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss, PolicyLoss, steps_of
 from flowgrpo_rc.losses.config import LossConfig
@@ -19,16 +20,22 @@ class DiffusionObjective(Objective):
     step, or with `bypass_level=window` all steps of a sample.
     """
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(
+        self, config: LossConfig, loss: DiffusionLoss | None = None, rules: Rules | None = None
+    ) -> None:
+        """Takes the loss and the rules that the settings name; None makes them here."""
         section = config.diffusion_loss
         super().__init__(
             config.rollout_correction,
+            rules,
             aggregation="token-mean",
             normalize="all",
             adv_clip_max=section.adv_clip_max,
         )
         self._section = section
-        self._loss = section.step_loss()
+        made = section.loss() if loss is None else loss
+        assert isinstance(made, DiffusionLoss)
+        self._loss = made
         self._loss_mode = section.loss_mode
 
     def compared(
@@ -91,8 +98,8 @@ class DiffusionObjective(Objective):
                 "before, which a run of the trainer has: put the bounds of "
                 "`losses.auto_clip.AutoClip` into the batch's loss_bound, or give a number"
             )
-        # Built anew for each forward: a loss holds its bound, which differs from step to step.
-        return self._section.step_loss(bound.to(dtype))
+        # Made anew for each forward: a loss holds its bound, which differs from step to step.
+        return self._section.bounded(self._loss, bound.to(dtype))
 
 
 def diffusion_loss(

@@ -21,7 +21,6 @@ from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.api import apply_bypass_mode
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
 from flowgrpo_rc.monitoring.health import BYPASS_PREFIX, DECOUPLED_PREFIX
 from flowgrpo_rc.policies.base import Evaluation
@@ -180,15 +179,16 @@ class Decoupled(PolicyGradient):
 
 
 def make_mode(
-    correction: RolloutCorrectionConfig, *, own_forwards: bool, keep_means: bool, **shared: Any
+    corrector: Corrector, *, own_forwards: bool, keep_means: bool, **shared: Any
 ) -> PolicyGradient:
     """Makes the mode that the settings ask for; `shared` are the attributes that both modes have.
 
     `own_forwards` and `keep_means` are those of decoupled mode.
     """
+    correction = corrector.config
     shared["centered"] = bool(correction.centered)
     if correction.bypass_mode:
         return Bypass(whole_windows=correction.bypass_level == "window", **shared)
     return Decoupled(
-        corrector=Corrector(correction), own_forwards=own_forwards, keep_means=keep_means, **shared
+        corrector=corrector, own_forwards=own_forwards, keep_means=keep_means, **shared
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
 from flowgrpo_rc.losses.base import LossTerms, PolicyLoss, counts, denominator
 from flowgrpo_rc.losses.reinforce import reinforce
@@ -35,6 +35,7 @@ class Objective(ABC):
     def __init__(
         self,
         correction: RolloutCorrectionConfig,
+        rules: Rules | None,
         *,
         aggregation: str,
         normalize: str,
@@ -42,7 +43,7 @@ class Objective(ABC):
     ) -> None:
         # A copy: settings that a caller changes later change nothing in a run that has begun.
         self._correction = copy.copy(correction)
-        self._corrector = Corrector(correction) if correction.corrects_in_loss else None
+        self._corrector = Corrector(correction, rules) if correction.bypass_mode else None
         self._aggregation = aggregation
         self._counts_kept = (correction.normalize or normalize) == "kept"
         self._adv_clip_max = adv_clip_max

@@ -6,7 +6,8 @@ from flowgrpo_rc.algorithms.policy_gradient.objective import Objective
 from flowgrpo_rc.batch import TokenBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import PolicyLoss
+from flowgrpo_rc.correction.config import Rules
+from flowgrpo_rc.losses.base import PolicyLoss, TokenLoss
 from flowgrpo_rc.losses.config import LossConfig
 
 
@@ -15,12 +16,14 @@ class TokenObjective(Objective):
     language models.
     """
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(
+        self, config: LossConfig, loss: TokenLoss | None = None, rules: Rules | None = None
+    ) -> None:
+        """Takes the loss and the rules that the settings name; None makes them here."""
         section = config.token_loss
-        super().__init__(
-            config.rollout_correction, aggregation=section.loss_agg_mode, normalize="kept"
-        )
-        self._loss = section.loss()
+        correction = config.rollout_correction
+        super().__init__(correction, rules, aggregation=section.loss_agg_mode, normalize="kept")
+        self._loss = section.loss() if loss is None else loss
 
     def policy_loss(
         self,

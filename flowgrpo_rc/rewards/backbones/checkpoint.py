@@ -86,20 +86,21 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str, spare: str = "$^") -> Any:
     """Loads a model of a transformers class for inference; `spare` is that of `load_weights`."""
-    where, kind = f"path={path!r}", DTYPES[dtype]
+    where = f"path={path!r}"
+    kind = DTYPES[dtype]
     model = load_weights(cls, path, where, spare=spare, dtype=kind, trust_remote_code=False)
     return model.to(resolve_device(device)).requires_grad_(False).eval()
 
 
 def check_state(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Raises ValueError that names the first tensor which a module lacks, or cannot take."""
-    own = {name: list(value.shape) for name, value in module.state_dict().items()}
-    found = {name: list(value.shape) for name, value in stored.items()}
-    for name in sorted(own.keys() | found.keys()):
-        if own.get(name) != found.get(name):
+    needed = {name: list(value.shape) for name, value in module.state_dict().items()}
+    shapes = {name: list(value.shape) for name, value in stored.items()}
+    for name in sorted(needed.keys() | shapes.keys()):
+        if needed.get(name) != shapes.get(name):
             raise ValueError(
-                f"{name} is {found.get(name, 'missing')} there, and a {type(module).__name__} "
-                f"needs {own.get(name, 'no such tensor')}"
+                f"{name} is {shapes.get(name, 'missing')} there, and a {type(module).__name__} "
+                f"needs {needed.get(name, 'no such tensor')}"
             )
         if not _is_finite(stored[name]):
             raise ValueError(f"{name} does not hold finite floating point numbers")
@@ -117,11 +118,11 @@ def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
     fits = all(weight.ndim == 2 for weight in weights) and all(
         before.shape[0] == after.shape[1] for before, after in pairwise(weights)
     )
-    fits &= all(_is_finite(one) for one in state.values())
+    fits &= all(_is_finite(tensor) for tensor in state.values())
     fits &= len(state) in (len(weights), 2 * len(weights))  # a bias for all or none
     if not weights or not fits:
-        found = {name: list(tensor.shape) for name, tensor in state.items()}
-        raise ValueError(f"the head must be finite linear layers in a row; it has {found}")
+        shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+        raise ValueError(f"the head must be finite linear layers in a row; it has {shapes}")
     layers = []
     for number, weight in zip(numbers, weights, strict=True):
         bias = state.get(f"{number}.bias")

@@ -29,9 +29,9 @@ class FrameMean(Reward):
         self._every = every
         self._images: Reward = build(self.image_reward, options, self.image_reward.__name__)
 
-    def settled(self) -> Mapping[str, object]:
-        """Returns what the image reward leaves to this machine."""
-        return self._images.settled()
+    def settle(self, earlier: Mapping[str, object]) -> Mapping[str, object]:
+        """Fills in what the image reward leaves to this machine."""
+        return self._images.settle(earlier)
 
     def check(self) -> None:
         """Raises ValueError if the image reward lacks what it needs."""
@@ -52,5 +52,5 @@ class FrameMean(Reward):
         def mean(values: Sequence[float]) -> Any:
             return np.asarray(values).reshape(-1, count).mean(axis=1).tolist()
 
-        parts = {name: mean(part) for name, part in scores.parts.items()}
-        return Scores(values=mean(scores.values), parts=parts)
+        columns = {name: mean(values) for name, values in scores.parts.items()}
+        return Scores(values=mean(scores.values), parts=columns)

@@ -78,7 +78,9 @@ class QwenVlReader:
                 messages, tokenize=False, add_generation_prompt=True
             )
             first, *rest = text.split(self._image_token)
-            texts.append(first + "".join(self._image_token * next(counts) + part for part in rest))
+            texts.append(
+                first + "".join(self._image_token * next(counts) + piece for piece in rest)
+            )
         tokens = self.tokenizer(
             texts, padding=True, padding_side=self._padding_side, return_tensors="pt"
         )

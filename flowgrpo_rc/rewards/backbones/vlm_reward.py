@@ -96,10 +96,10 @@ class VlmReward(Reward):
     ) -> Tensor:
         model, reader, heads, token_id = self._loaded
         instruction = self._asked.instructions[head]
-        asked = [instruction.replace(PLACE, plain(text)) for text in texts]
+        questions = [instruction.replace(PLACE, plain(text)) for text in texts]
         conversations = [
             [message("user", text, pictures=len(shown))]
-            for shown, text in zip(pictures, asked, strict=True)
+            for shown, text in zip(pictures, questions, strict=True)
         ]
         inputs = reader(conversations, [picture for shown in pictures for picture in shown])
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
@@ -144,16 +144,17 @@ class VlmReward(Reward):
             raise ValueError(f"path={path!r}: the tokenizer has no token {self._asked.token}")
         with blaming(f"path={path!r}: {WEIGHTS}"):
             heads = [head.to(model.device) for head in _heads(self._folder / WEIGHTS)]
-        asked = len(self._asked.instructions)
-        if len(heads) != asked:
+        num_instructions = len(self._asked.instructions)
+        if len(heads) != num_instructions:
             raise ValueError(
-                f"path={path!r} has {len(heads)} heads (rm_head) but {asked} instructions"
+                f"path={path!r} has {len(heads)} heads (rm_head) but {num_instructions} "
+                "instructions"
             )
         return model, reader, heads, token_id
 
 
-def _asked(found: Mapping[str, Any]) -> Asked:
-    match found:
+def _asked(settings: Mapping[str, Any]) -> Asked:
+    match settings:
         case {
             "instructions": [str(), *_] as instructions,
             "token": str(token),
@@ -166,7 +167,7 @@ def _asked(found: Mapping[str, Any]) -> Asked:
             return Asked(instructions, token, num_pixels)
     raise ValueError(
         "it needs instructions (texts), token (a text), num_pixels (above 0) and nothing else; it "
-        f"has {', '.join(found)}"
+        f"has {', '.join(settings)}"
     )
 
 
@@ -175,11 +176,11 @@ def _heads(file: Path) -> list[nn.Sequential]:
     heads: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - safe_open is no mapping
-            found = _HEAD.fullmatch(name)
-            if found is None and name.startswith("rm_head"):
+            match = _HEAD.fullmatch(name)
+            if match is None and name.startswith("rm_head"):
                 raise ValueError(f"{name} is no weight or bias of a head's linear layer")
-            if found:
-                heads.setdefault(int(found[1] or 0), {})[found[2]] = weights.get_tensor(name)
+            if match:
+                heads.setdefault(int(match[1] or 0), {})[match[2]] = weights.get_tensor(name)
     stacks = []
     for _, tensors in sorted(heads.items()):
         first, *rest = linear_layers(tensors)

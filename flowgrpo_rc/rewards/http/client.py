@@ -2,11 +2,11 @@
 
 * Every call ends by its deadline.
 * A failed request is sent again, after a random pause, only if the server surely did nothing or
-  asks for it. After several failures in a row the server gets no calls for a while.
+  asks for it.
 * Nothing is unpickled; redirects and compressed answers are refused; an answer is read up to a
   limit.
-* The token comes from an environment variable that the configuration names. It is removed from
-  all that the server says before that reaches a message.
+* The token comes from an environment variable that the configuration names, and is cut out of the
+  answers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -34,12 +35,10 @@ if TYPE_CHECKING:
     from tenacity import RetryCallState
 
 PACKAGES = ("httpx2", "tenacity")
-PROBE_S = 10.0  # how long a probe waits
 NO_ACCESS = (401, 403)
 BUSY = (429, 502, 503, 504)  # the server, or a proxy before it, asks to come again
 _LONGEST_QUOTE = 200  # characters of what a server says
-# The form of RFC 6750. JSON never escapes one of these characters, so a token can be found in it.
-_TOKEN = re.compile(r"[\w.~+/-]+=*", re.ASCII)
+_TOKEN = re.compile(r"[\w.~+/-]+=*", re.ASCII)  # the form of RFC 6750
 
 
 class ServerError(RuntimeError):
@@ -48,13 +47,11 @@ class ServerError(RuntimeError):
     Attributes:
       after_s: nothing was done, so the request may be sent again after so many seconds; None: it
         may not.
-      remedy: what to do about it; empty for a server that is there and lets us in.
     """
 
-    def __init__(self, message: str, *, after_s: float | None = None, remedy: str = "") -> None:
+    def __init__(self, message: str, *, after_s: float | None = None) -> None:
         super().__init__(message)
         self.after_s = after_s
-        self.remedy = remedy
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -73,39 +70,25 @@ class JsonClient:
     max_attempts: int = 4  # to send one request
     max_pause_s: float = 10.0  # between attempts; random, its range grows from half a second
     max_response_mb: float = 16.0  # a larger answer is cut off and refused
-    max_failures: int = 3  # after so many failed calls in a row, calls fail for `cooldown_s`
-    cooldown_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_packages("a reward over HTTP", PACKAGES, "remote")
         for name in ("deadline_s", "max_pause_s", "max_response_mb"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}: give a number above 0")
-        for name, least in (("max_attempts", 1), ("max_failures", 1), ("cooldown_s", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.max_attempts < 1:
+            raise ValueError(f"max_attempts={self.max_attempts} must be at least 1")
         _check_url(self.url)
         self._url = self.url.rstrip("/")
         self._token = None if self.token_env is None else read_token(self.token_env)
-        self._tls = True if self.ca_file is None else _trusting(self.ca_file)
-        self._failures = 0  # failed calls in a row
-        self._closed_until = 0.0
+        self._tls: bool | ssl.SSLContext = True
+        if self.ca_file is not None:
+            self._tls = _trusting(self.ca_file)
+        elif "SSL_CERT_FILE" in os.environ:
+            self._tls = ssl.create_default_context()
         # At their lowest level these loggers print headers, which a server may fill with the token.
         for name in ("httpx2", "httpcore2"):
             logging.getLogger(name).setLevel(logging.WARNING)
-
-    def probe(self, path: str) -> Any:
-        """Returns the server's answer to one GET request, which is None if it knows none.
-
-        Raises ValueError if it cannot be reached within some seconds, or refuses the token.
-        """
-        deadline = min(self.deadline_s, PROBE_S)
-        (answer,) = asyncio.run(self._ask_all(path, [None], 1, deadline, attempts=1))
-        if not isinstance(answer, ServerError):
-            return answer
-        if answer.remedy:
-            raise ValueError(f"{answer}: {answer.remedy}")
-        return None
 
     def post_each(
         self, path: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int = 1
@@ -120,67 +103,32 @@ class JsonClient:
     def post_all(
         self, path: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int = 1
     ) -> list[Any | ServerError]:
-        """Sends several requests; returns the answer to each in order, or why it has none.
+        """Sends several requests; returns the answer to each in order, or why it has none."""
+        return asyncio.run(self._post_all(path, bodies, concurrency))
 
-        The call counts as failed if no request was answered. After too many failures the server is
-        left alone for a while.
-        """
-        if (left := self._closed_until - time.monotonic()) > 0:
-            why = f"left alone for another {left:.0f} s after {self._failures} failures in a row"
-            return [ServerError(why)] * len(bodies)
-        answers = asyncio.run(
-            self._ask_all(path, bodies, concurrency, self.deadline_s, attempts=self.max_attempts)
-        )
-        failed = bool(answers) and all(isinstance(answer, ServerError) for answer in answers)
-        self._failures = self._failures + 1 if failed else 0
-        if self._failures >= self.max_failures:
-            self._closed_until = time.monotonic() + self.cooldown_s
-        return answers
-
-    def without_token(self, text: str) -> str:
-        """Returns what a server said in a form that may stand in a message: printable, no token."""
-        printable = "".join(character for character in text if character.isprintable())
-        return printable if self._token is None else printable.replace(self._token, "***")
-
-    async def _ask_all(
-        self,
-        path: str,
-        bodies: Sequence[Mapping[str, Any] | None],
-        concurrency: int,
-        deadline_s: float,
-        *,
-        attempts: int,
+    async def _post_all(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int
     ) -> list[Any | ServerError]:
-        """Posts each body; None in place of a body makes a GET request."""
         import httpx2
-        from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
-
-        grows = wait_random_exponential(multiplier=0.5, max=self.max_pause_s)
-
-        def is_repeated(error: BaseException) -> bool:
-            return isinstance(error, ServerError) and error.after_s is not None
-
-        def pause(state: RetryCallState) -> float:
-            error = state.outcome.exception() if state.outcome else None
-            asked = error.after_s if isinstance(error, ServerError) else None
-            return grows(state) + (asked or 0.0)
+        from tenacity import retry, retry_if_exception, stop_after_attempt
 
         send = retry(
-            retry=retry_if_exception(is_repeated),
-            stop=stop_after_attempt(attempts),
-            wait=pause,
+            retry=retry_if_exception(_may_be_repeated),
+            stop=stop_after_attempt(self.max_attempts),
+            wait=self._pause,
             reraise=True,
         )(self._send)
         turn = asyncio.Semaphore(concurrency)
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + self.deadline_s
         asyncio.get_running_loop().set_default_executor(_Lookups())
 
-        async def one(body: Mapping[str, Any] | None) -> Any | ServerError:
+        async def answer(body: Mapping[str, Any]) -> Any | ServerError:
             try:
                 async with asyncio.timeout(end - time.monotonic()), turn:
                     return await send(client, path, body)
             except TimeoutError:
-                return ServerError(f"{self._url} gave no answer within deadline_s={deadline_s:g}")
+                limit = f"deadline_s={self.deadline_s:g}"
+                return ServerError(f"{self._url} gave no answer within {limit}")
             except ServerError as error:
                 return error
 
@@ -191,22 +139,29 @@ class JsonClient:
             headers=headers,
             verify=self._tls,
             # The deadline ends a request; connecting may take half of it.
-            timeout=httpx2.Timeout(None, connect=deadline_s / 2),
+            timeout=httpx2.Timeout(None, connect=self.deadline_s / 2),
             follow_redirects=False,
             # A proxy of the environment would see the samples; .netrc could send other credentials.
             trust_env=False,
         ) as client:
-            return await asyncio.gather(*(one(body) for body in bodies))
+            return await asyncio.gather(*(answer(body) for body in bodies))
 
-    async def _send(
-        self, client: httpx2.AsyncClient, path: str, body: Mapping[str, Any] | None
-    ) -> Any:
+    def _pause(self, state: RetryCallState) -> float:
+        """Returns the seconds before the next attempt: random, after those that the server asks."""
+        from tenacity import wait_random_exponential
+
+        error = state.outcome.exception() if state.outcome else None
+        after_s = error.after_s if isinstance(error, ServerError) else None
+        return (after_s or 0.0) + wait_random_exponential(multiplier=0.5, max=self.max_pause_s)(
+            state
+        )
+
+    async def _send(self, client: httpx2.AsyncClient, path: str, body: Mapping[str, Any]) -> Any:
         import httpx2
 
-        method = "GET" if body is None else "POST"
         content = bytearray()
         try:
-            async with client.stream(method, f"{self._url}{path}", json=body) as response:
+            async with client.stream("POST", f"{self._url}{path}", json=body) as response:
                 # Raw, since a short compressed answer may become a long one.
                 async for chunk in response.aiter_raw():
                     content += chunk
@@ -215,32 +170,32 @@ class JsonClient:
                         raise ServerError(f"{self._url} answered more than {limit}")
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             # Nothing has been sent yet, so the text of the error cannot hold the token.
-            kind = type(error).__name__
-            raise ServerError(
-                f"{self._url} cannot be reached ({kind}: {error})",
-                after_s=0.0,
-                remedy="start the server first, and check url",
-            ) from None
+            why = f"cannot be reached ({type(error).__name__}: {error})"
+            remedy = "start the server first, and check url"
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                remedy = "ca_file must name the certificate of its authority"
+            raise ServerError(f"{self._url} {why}: {remedy}", after_s=0.0) from None
         except (httpx2.HTTPError, ssl.SSLError) as error:
             # The text of the error may hold what the server sent, so only its type is named.
             kind = type(error).__name__
             raise ServerError(f"{self._url} broke off or does not speak HTTP ({kind})") from None
+        if self._token is not None:
+            content = content.replace(self._token.encode(), b"***")
         return self._parsed(response, bytes(content))
 
     def _parsed(self, response: httpx2.Response, content: bytes) -> Any:
         status = response.status_code
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         if status in BUSY:
-            # Retry-After may be a date as well, which would need equal clocks.
-            after = response.headers.get("retry-after", "")
-            seconds = float(after) if re.fullmatch("[0-9]{1,5}", after) else 0.0
-            raise ServerError(f"{self._url} answered {status}", after_s=seconds)
+            after_s = _seconds(response.headers.get("retry-after", ""))
+            raise ServerError(f"{self._url} answered {status}", after_s=after_s)
+        if status in NO_ACCESS:
+            remedy = "token_env must name the variable with its token"
+            raise ServerError(f"{self._url} answered {status}: {remedy}")
         if status != 200:
-            said = self._quoted(content) if kind == "application/json" else ""
-            remedy = ""
-            if status in NO_ACCESS:
-                remedy = "token_env must name the variable with its token"
-            raise ServerError(f"{self._url} answered {status}{said}", remedy=remedy)
+            words = ascii(content.decode(errors="replace")[:_LONGEST_QUOTE])
+            why = f": {words}" if kind == "application/json" else ""
+            raise ServerError(f"{self._url} answered {status}{why}")
         if kind != "application/json" or "content-encoding" in response.headers:
             raise ServerError(f"{self._url} answered something else than plain application/json")
         try:
@@ -249,14 +204,19 @@ class JsonClient:
             kind = type(error).__name__
             raise ServerError(f"{self._url} answered broken JSON ({kind})") from None
 
-    def _quoted(self, content: bytes) -> str:
-        """Returns the server's reason for a refusal: printable, short and without the token."""
-        try:
-            # ensure_ascii=False: an escape sequence could hide the token from the replacement.
-            said = json.dumps(json.loads(content), ensure_ascii=False)
-        except (ValueError, RecursionError):
-            return ""
-        return f": {self.without_token(said)[:_LONGEST_QUOTE]}"
+
+def _may_be_repeated(error: BaseException) -> bool:
+    return isinstance(error, ServerError) and error.after_s is not None
+
+
+def _seconds(retry_after: str) -> float:
+    """Returns the pause that a Retry-After asks for by a number or a date; 0 for anything else."""
+    if re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", retry_after):
+        return float(retry_after)
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return 0.0
 
 
 class _Lookups(ThreadPoolExecutor):

@@ -62,8 +62,8 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
     one_at_a_time = asyncio.Lock()
 
     def authorize(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        header = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(header, f"Bearer {token}".encode()):
             headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
             raise HTTPException(401, "wrong or missing bearer token", headers)
         request.state.let_in()
@@ -79,11 +79,11 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
 
     @app.post(PATH, dependencies=[Depends(authorize)])
     async def score(request: Request) -> dict[str, Any]:
-        asked = await _body(request, max_body_mb)
+        body = await _body(request, max_body_mb)
         try:
-            samples, prompts = await run_in_threadpool(decode, asked)
-            if reward.kind not in (asked["kind"], "any"):
-                raise ValueError(f"this reward scores {reward.kind}s, not {asked['kind']}s")
+            samples, prompts = await run_in_threadpool(decode, body)
+            if reward.kind not in (body["kind"], "any"):
+                raise ValueError(f"this reward scores {reward.kind}s, not {body['kind']}s")
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         async with one_at_a_time:

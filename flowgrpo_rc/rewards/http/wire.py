@@ -58,21 +58,21 @@ def encode_scores(scores: Scores) -> dict[str, Any]:
     def column(values: Sequence[float]) -> list[float | None]:
         return [None if math.isnan(value) else value for value in finite_numbers(values)]
 
-    parts = {name: column(part) for name, part in scores.parts.items()}
-    return {"values": column(scores.values), "parts": parts}
+    columns = {name: column(values) for name, values in scores.parts.items()}
+    return {"values": column(scores.values), "parts": columns}
 
 
 def decode_scores(answer: Any, part_names: Sequence[str], count: int) -> Scores:
     """Reads the scores of `count` samples; null becomes NaN. ValueError for a malformed answer."""
     if not isinstance(answer, Mapping) or not isinstance(answer.get("parts", {}), Mapping):
         raise ValueError("the answer is no object with values and parts")
-    parts = answer.get("parts", {})
-    missing = [name for name in part_names if name not in parts]
+    columns = answer.get("parts", {})
+    missing = [name for name in part_names if name not in columns]
     if missing:
         raise ValueError(f"the answer lacks the part {missing[0]!r}")
     return Scores(
         values=_column(answer.get("values"), count),
-        parts={name: _column(parts[name], count) for name in part_names},
+        parts={name: _column(columns[name], count) for name in part_names},
     )
 
 
@@ -158,8 +158,8 @@ def _prompt(row: Any) -> Prompt:
 
 def _column(values: Any, count: int) -> list[float]:
     if not isinstance(values, list) or len(values) != count:
-        found = f"{len(values)} numbers" if isinstance(values, list) else type(values).__name__
-        raise ValueError(f"the answer has {found} for {count} samples")
+        kind = f"{len(values)} numbers" if isinstance(values, list) else type(values).__name__
+        raise ValueError(f"the answer has {kind} for {count} samples")
     if not all(type(value) in (int, float, type(None)) for value in values):
         raise ValueError("the answer holds something else than numbers and null")
     return [math.nan if value is None else float(value) for value in values]

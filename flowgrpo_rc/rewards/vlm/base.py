@@ -9,8 +9,6 @@ import numpy as np
 
 from flowgrpo_rc.rewards.http.client import ServerError
 
-_LONGEST_QUOTE = 100  # characters of an answer in a message
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
@@ -31,15 +29,9 @@ class Answer(NamedTuple):
 class Vlm(ABC):
     """A vision-language model. It always takes the likeliest word, so that answers repeat."""
 
-    @abstractmethod
-    def check(self) -> None:
-        """Raises ValueError if it cannot be reached. It is called before anything is loaded."""
+    def check(self) -> None:  # noqa: B027 - a server is asked when the first samples are there
+        """Raises ValueError if its files cannot be had. It is called before anything is loaded."""
 
     @abstractmethod
     def answer(self, questions: Sequence[Question]) -> list[Answer | ServerError]:
         """Returns the answer to each of N questions, or why it has none."""
-
-    def quote(self, text: str) -> str:
-        """Returns the beginning of an answer in a form that may stand in a message."""
-        printable = "".join(character for character in text if character.isprintable())
-        return repr(printable[:_LONGEST_QUOTE])

@@ -20,6 +20,7 @@ from flowgrpo_rc.rewards.vlm.local import LocalVlm
 from flowgrpo_rc.rewards.vlm.server import VlmServer
 
 LONGEST_ANSWER = 20_000  # characters of an answer that are read, from its end
+LONGEST_QUOTE = 100  # characters of an answer in a message
 MOST_BRACES = 100  # in an answer, at which a JSON object is looked for
 # Not a part of a word, such as SD3 or gpt-4o, nor an end of a range or of 7,5 and 1,000.
 _NUMBER = r"(?<![\w.])(?<![\w.]-)(?<![0-9],)[-+]?[0-9]+(?:\.[0-9]+)?(?!\w|[.,][0-9]|-[0-9])"
@@ -43,7 +44,7 @@ class AsksVlm(Reward):
             self._vlm = build(LocalVlm, vlm, "a VLM of this process")
 
     def check(self) -> None:
-        """Raises ValueError if the model, or the server that has it, cannot be reached."""
+        """Raises ValueError if the model of this process cannot be had."""
         self._vlm.check()
 
 
@@ -85,7 +86,7 @@ class Judge:
     def __post_init__(self) -> None:
         for name in _PLACE.findall(self.question):
             if name not in self.known:
-                allowed = ", ".join(f"{{{one}}}" for one in self.known)
+                allowed = ", ".join(f"{{{known_name}}}" for known_name in self.known)
                 raise ValueError(f"question: {{{name}}} is unknown; allowed are {allowed}")
         if not -math.inf < self.low < self.high < math.inf:
             raise ValueError(f"low={self.low!r} and high={self.high!r}: low must be below high")
@@ -101,7 +102,7 @@ class Judge:
             "low": f"{self.low:g}",
             "high": f"{self.high:g}",
         }
-        return _PLACE.sub(lambda found: values[found[1]], self.question)
+        return _PLACE.sub(lambda match: values[match[1]], self.question)
 
     def ask(self, questions: Sequence[Question]) -> list[Verdict]:
         """Asks N questions, and again those whose answers cannot be read.
@@ -133,7 +134,8 @@ class Judge:
             if not self.low <= number <= self.high:
                 raise _Unreadable(f"not between low={self.low:g} and high={self.high:g}")
         except _Unreadable as error:
-            return Verdict(math.nan, repeats, f"{error}: {self.vlm.quote(answer.text)}")
+            quote = repr(answer.text[:LONGEST_QUOTE])
+            return Verdict(math.nan, repeats, f"{error}: {quote}")
         return Verdict(number, repeats)
 
 
@@ -169,21 +171,21 @@ def _last_number(text: str, low: float, high: float) -> float:
     for scale in _RANGE.finditer(text):
         if [float(end) for end in scale.groups()] == [low, high]:
             text = text.replace(scale[0], "")
-    found = [*_SHARE.finditer(text)]
-    if not found:
+    shares = [*_SHARE.finditer(text)]
+    if not shares:
         raise _Unreadable("no number")
-    number, whole = found[-1].groups()
+    number, whole = shares[-1].groups()
     if whole is not None and float(whole) != high:
         raise _Unreadable(f"not out of high={high:g}")
     return float(number)
 
 
 def _matched(text: str, pattern: re.Pattern[str]) -> float:
-    found = [*pattern.finditer(text)]
-    if not found:
+    matches = [*pattern.finditer(text)]
+    if not matches:
         raise _Unreadable("the pattern of parse does not match")
     try:
-        return float(found[-1][1])
+        return float(matches[-1][1])
     except (TypeError, ValueError):
         raise _Unreadable("the group of parse is no number") from None
 

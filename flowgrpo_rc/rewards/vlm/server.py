@@ -36,24 +36,12 @@ class VlmServer(Vlm):
         self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
-    def check(self) -> None:
-        """Raises ValueError if the server cannot be reached, or serves other models."""
-        match self._client.probe("/models"):
-            case {"data": [*served]}:
-                names = [str(model.get("id")) for model in served if isinstance(model, dict)]
-                if self._model not in names:
-                    raise ValueError(f"model={self._model}: the server has {', '.join(names)}")
-
     def answer(self, questions: Sequence[Question]) -> list[Answer | ServerError]:
         """Asks several questions at a time; a busy server is asked again by the client."""
         bodies = [self._request(question) for question in questions]
         path = "/chat/completions"
         replies = self._client.post_all(path, bodies, concurrency=self._concurrency)
         return [_answer(reply) for reply in replies]
-
-    def quote(self, text: str) -> str:
-        """Returns the beginning of an answer, without the token that the server was shown."""
-        return super().quote(self._client.without_token(text))
 
     def _request(self, question: Question) -> dict[str, Any]:
         urls = [f"data:image/png;base64,{encode_png(picture)}" for picture in question.pictures]

@@ -39,15 +39,15 @@ def child_environment(
     parent: Mapping[str, str], device: torch.device, tensor_parallel_size: int
 ) -> dict[str, str]:
     """Returns the engine's environment: without the launcher's variables, with its GPUs."""
-    kept = {"VLLM_LOGGING_LEVEL": "WARNING"} | {
+    environment = {"VLLM_LOGGING_LEVEL": "WARNING"} | {
         name: value for name, value in parent.items() if not LAUNCHER.match(name)
     }
-    kept |= allocator_for_vllm(parent)
+    environment |= allocator_for_vllm(parent)
     if device.type == "cpu":
-        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **kept, "VLLM_TARGET_DEVICE": "cpu"}
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment, "VLLM_TARGET_DEVICE": "cpu"}
     if tensor_parallel_size == 1:
-        kept["CUDA_VISIBLE_DEVICES"] = visible_device(device)
-    return kept
+        environment["CUDA_VISIBLE_DEVICES"] = visible_device(device)
+    return environment
 
 
 class EngineProcess:

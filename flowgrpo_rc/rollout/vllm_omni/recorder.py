@@ -78,8 +78,13 @@ class Recorder:
         }
         for row, output in enumerate(outputs):
             recorded = {name: getattr(record, name) for name in RECORDED}
-            own = {name: rows[row].cpu() for name, rows in recorded.items() if rows is not None}
-            output.output = {"payload": {"image": own["final"]}, "metadata": {EXTRA: shared | own}}
+            sample_record = {
+                name: rows[row].cpu() for name, rows in recorded.items() if rows is not None
+            }
+            output.output = {
+                "payload": {"image": sample_record["final"]},
+                "metadata": {EXTRA: shared | sample_record},
+            }
         return outputs
 
     def _sample(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
@@ -197,5 +202,5 @@ class TrueCfgRecorder(Recorder):
 
     def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
         used = super()._used(params)
-        asked = max(used.true_cfg_scale or 1.0, 1.0)
-        return used if self._guidance == asked else replace(used, true_cfg_scale=self._guidance)
+        requested = max(used.true_cfg_scale or 1.0, 1.0)
+        return used if self._guidance == requested else replace(used, true_cfg_scale=self._guidance)

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.training.sources.engine import EngineSource
-from flowgrpo_rc.training.sources.source import Collected, RolloutSource
+from flowgrpo_rc.training.sources.source import Collected, RolloutSource, sampled_version
 
 
 class AheadSource(RolloutSource):
@@ -29,13 +28,7 @@ class AheadSource(RolloutSource):
         """Waits for the samples of a step. EngineError if the engine used other weights."""
         asked = self._asked.pop(step, None) or self._ask(step)
         collected = asked()
-        wanted = self._version_of(step)
-        for version in collected.versions():
-            if version != wanted:
-                raise EngineError(
-                    f"the rollout engine sampled step {step} with the weights of step {version}; "
-                    f"rollout.staleness={self._staleness} asks for those of step {wanted}"
-                )
+        collected.check_versions(step, self._staleness)
         return collected
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
@@ -46,7 +39,7 @@ class AheadSource(RolloutSource):
         if not self._source.engine.elsewhere:
             return
         for step in range(version + 1, version + self._staleness + 2):
-            if step in self._steps and self._version_of(step) == version:
+            if step in self._steps and sampled_version(step, self._staleness) == version:
                 self._asked[step] = self._ask(step)
 
     def older_weights(self) -> dict[int, Mapping[str, Tensor]]:
@@ -58,10 +51,7 @@ class AheadSource(RolloutSource):
         """Closes the engine."""
         self._source.close()
 
-    def _version_of(self, step: int) -> int:
-        return max(0, step - 1 - self._staleness)
-
     def _ask(self, step: int) -> Callable[[], Collected]:
-        version = self._version_of(step)
+        version = sampled_version(step, self._staleness)
         self._source.sync_weights(self._versions[version], version)
         return self._source.ask(self._source.prompts(step))

@@ -1,13 +1,12 @@
 """Trajectories that a rollout engine samples."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flowgrpo_rc.batch import PromptBatch
 from flowgrpo_rc.core.random import derive_seed
@@ -20,7 +19,6 @@ from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import (
-    EngineError,
     RolloutChunk,
     RolloutEngine,
     RolloutRequest,
@@ -46,7 +44,6 @@ class EngineSource(RolloutSource):
 
     def __post_init__(self) -> None:
         """Starts the thread that receives what is sampled elsewhere."""
-        self._pushed: tuple[Mapping[str, Tensor], int] | None = None
         self._receiver = ThreadPoolExecutor(
             1, thread_name_prefix="rollout", initializer=_use, initargs=(self.processes.device,)
         )
@@ -57,13 +54,8 @@ class EngineSource(RolloutSource):
 
     def sample(self, prompts: PromptBatch, refill: int = 0) -> Collected:
         """Samples prompts of a step, as `collect` does; each `refill` has noise of its own."""
-        step = prompts.step
         collected = self.ask(prompts, refill)()
-        for version in collected.versions():
-            if version != step - 1:
-                raise EngineError(
-                    f"the rollout engine sampled step {step} with the weights of step {version}"
-                )
+        collected.check_versions(prompts.step)
         return collected
 
     def redraw(self, step: int, rows: Sequence[int]) -> Collected:
@@ -108,8 +100,8 @@ class EngineSource(RolloutSource):
         early = None if handles[0].members else partial(self.rewards.first, handles)
         collected = Collected(concat(batches), rewards, Shown.join(shown), metrics, early)
         self.engine.check_quantization(request.spec)
-        if self._pushed is not None and self._pushed[1] in collected.versions():
-            self.engine.check_weights(*self._pushed)
+        if self.engine.version in collected.versions():
+            self.engine.check_weights()
         return collected
 
     def prompts(self, step: int) -> PromptBatch:
@@ -122,10 +114,9 @@ class EngineSource(RolloutSource):
             world_size=self.processes.count,
         )
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Gives the engine the LoRA after `version` steps."""
-        self._pushed = state, version
-        self.engine.sync_weights(state, version)
+    def engines(self) -> list[RolloutEngine[Any]]:
+        """Returns the engine."""
+        return [self.engine]
 
     def close(self) -> None:
         """Ends the sampling, and closes the engine."""

@@ -32,7 +32,7 @@ class _Scored(NamedTuple):
     def select(self, rows: Tensor) -> "_Scored":
         index = rows.cpu()
         shown = self.shown.select(index.tolist())
-        return _Scored(self.batch.select(rows), self.rewards.select(index), shown)
+        return _Scored(self.batch.select(index), self.rewards.select(index), shown)
 
 
 @dataclass(eq=False)

@@ -1,14 +1,14 @@
 """Samples that a cheap rollout has chosen are drawn again as the trainer's policy draws them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from flowgrpo_rc.batch import Rewards
 from flowgrpo_rc.core.advantages import farthest
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.advantages import AdvantageEstimator
 from flowgrpo_rc.training.sources.engine import EngineSource
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
@@ -54,10 +54,9 @@ class RedrawnSource(RolloutSource):
             advantages=advantages[rows],
         )
 
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Gives both engines the LoRA after `version` steps."""
-        self.scouts.sync_weights(state, version)
-        self.exact.sync_weights(state, version)
+    def engines(self) -> list[RolloutEngine[Any]]:
+        """Returns both engines."""
+        return [self.scouts.engine, self.exact.engine]
 
     def close(self) -> None:
         """Closes both engines."""

@@ -1,10 +1,8 @@
 """Trajectories that another run saved."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, PromptBatch, Rewards
 from flowgrpo_rc.distributed.processes import Processes
@@ -42,9 +40,6 @@ class ReplaySource(RolloutSource):
         """Reads the next saved step; after the last one comes the first."""
         batch, rewards = self._read(self._paths[(step - 1) % len(self._paths)])
         return Collected(batch, lambda: rewards)
-
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Does nothing: nobody samples."""
 
     def close(self) -> None:
         """Does nothing: no resource is held."""

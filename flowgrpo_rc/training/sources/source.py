@@ -1,7 +1,7 @@
 """Where the trajectories of a step come from: an engine, or files that another run saved."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.records.samples import Shown
+from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
 
 
 class Collected(NamedTuple):
@@ -29,6 +30,16 @@ class Collected(NamedTuple):
         oldest, newest = torch.stack(self.batch.policy_version.aminmax()).tolist()
         return oldest, newest
 
+    def check_versions(self, step: int, staleness: int = 0) -> None:
+        """Raises EngineError unless all samples of a step are of the weights that it asks for."""
+        expected = sampled_version(step, staleness)
+        for version in self.versions():
+            if version != expected:
+                raise EngineError(
+                    f"the rollout engine sampled step {step} with the weights of step {version}; "
+                    f"rollout.{staleness=} asks for those of step {expected}"
+                )
+
     def staleness(self, step: int) -> MetricBag:
         """Measures how many steps the weights of each sample were behind, and which they were."""
         version = self.batch.policy_version
@@ -41,6 +52,11 @@ class Collected(NamedTuple):
         return metrics
 
 
+def sampled_version(step: int, staleness: int) -> int:
+    """Returns the step whose weights sample `step`, with weights `staleness` steps behind."""
+    return max(0, step - 1 - staleness)
+
+
 class RolloutSource(ABC):
     """Gives the trainer its trajectories. Steps count from 1."""
 
@@ -48,9 +64,14 @@ class RolloutSource(ABC):
     def collect(self, step: int) -> Collected:
         """Returns the trajectories of a step."""
 
-    @abstractmethod
+    def engines(self) -> Sequence[RolloutEngine[Any]]:
+        """Returns the engines that sample; none for trajectories from files."""
+        return ()
+
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Takes the trainer's LoRA after `version` steps, tensors by name."""
+        """Gives all engines the trainer's LoRA after `version` steps, tensors by name."""
+        for engine in self.engines():
+            engine.sync_weights(state, version)
 
     def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
         """Returns earlier versions of the LoRA that rollouts to come need; none as a rule."""

@@ -1,0 +1,1 @@
+"""Words become objects here, once: a configuration and a machine make a run spec."""
