@@ -7,23 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from flowgrpo_rc.config.check_engine import missing_for_compiling
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import doctor
 from flowgrpo_rc.commands.doctor import Finding
-from flowgrpo_rc.rollout import devices
+from flowgrpo_rc.spec.check_engine import missing_for_compiling
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("gain", "state"), [(9, "slow"), (1, "ok")])
-def test_onednn_is_advised_where_it_is_faster(monkeypatch, gain: int, state: str) -> None:
-    seconds = iter([[0.9], [0.9 / gain]])
-    monkeypatch.setattr(devices.timeit, "repeat", lambda *_, **__: next(seconds))
-    found = doctor.check_products()
-    assert found.state == state
-    assert ("set model.onednn=auto" in found.advice) == (state == "slow")
 
 
 def test_the_compiler_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
