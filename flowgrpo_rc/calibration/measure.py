@@ -21,7 +21,9 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutEngine
-from flowgrpo_rc.rollout.replica import Replica
+from flowgrpo_rc.rollout.options.option import RolloutOption
+from flowgrpo_rc.rollout.options.quantized import Quantized
+from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
 
 MOVEMENT = 0.02  # size of a planted movement, relative to the weights that it is added to
 PRECISIONS = ("fp32", "fp16", "bf16")  # of the copies, besides the engine's own precision
@@ -181,19 +183,19 @@ def require_finite(rollout: RecordedRollout, log_probs: Tensor, whose: str, key:
 
 class Copy:
     """The trainer's network in another precision, which replays what an engine recorded, in batches
-    of `rows` samples, as the engine has them.
+    of `rows` samples, as the engine has them, with those of the rollout's `options` that change the
+    weights.
     """
 
     def __init__(
         self,
         model: FlowModel,
         dtype: str,
-        quantization: str | None,
         rows: int,
-        *,
-        merge_lora: bool | str = False,
+        options: Sequence[RolloutOption] = (),
     ) -> None:
-        self.replica = Replica(model.network, dtype, quantization, merge_lora=merge_lora)
+        weights = [option for option in options if type(option) in ReplicaEngine.options]
+        self.replica = Replica(model.network, dtype, weights)
         self.policy = FlowPolicy(model, self.replica.network)
         self.model = model
         self.precision = self.replica.precision
@@ -226,6 +228,11 @@ def mismatch_of(
 def same_as_trainer(config: Config) -> str | None:
     """Returns the precision in which a copy is the trainer's network; None under autocast."""
     return config.model.dtype if config.trainer.mixed_precision == "no" else None
+
+
+def unquantized(options: Sequence[RolloutOption]) -> list[RolloutOption]:
+    """Returns the options of a rollout but for the quantization of its weights."""
+    return [option for option in options if not isinstance(option, Quantized)]
 
 
 def other_precisions(config: Config) -> list[str]:

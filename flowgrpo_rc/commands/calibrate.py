@@ -25,6 +25,7 @@ from flowgrpo_rc.calibration.measure import (
     require_finite,
     same_as_trainer,
     sample,
+    unquantized,
 )
 from flowgrpo_rc.calibration.noise import check_noise
 from flowgrpo_rc.calibration.record import check_engine, check_means, check_prompts, check_record
@@ -45,6 +46,7 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.rollout.engine import RolloutEngine
+from flowgrpo_rc.rollout.options.option import RolloutOption
 from flowgrpo_rc.spec.checks import check_run
 from flowgrpo_rc.spec.run_spec import RunSpec, engine_options
 from flowgrpo_rc.training.tasks.image import ImageTask
@@ -183,9 +185,8 @@ def compare(
         require_finite(rollout, measured.log_probs, "trainer", keys)
         return measured
 
-    def copied(dtype: str, quantization: str | None) -> tuple[Copy, list[Mismatch]]:
-        merge = config.rollout.merge_lora or False
-        copy = Copy(model, dtype, quantization, run.chunk_size, merge_lora=merge)
+    def copied(dtype: str, options: Sequence[RolloutOption]) -> tuple[Copy, list[Mismatch]]:
+        copy = Copy(model, dtype, run.chunk_size, options)
         return copy, [mismatch_of(*each, copy) for each in compared]
 
     many = trainer(rollouts.many)
@@ -195,8 +196,9 @@ def compare(
     compared = list(zip(few, log_probs, guidance, strict=True))
     engine, engine_other = (mismatch_of(*each) for each in compared)
     # Each copy is gone before the next is made.
-    others = [copied(name, None)[1] for name in other_precisions(config)]
-    own, of_own = copied(config.rollout.dtype, config.rollout.quantization)
+    options = config.rollout.options()
+    others = [copied(name, unquantized(options))[1] for name in other_precisions(config)]
+    own, of_own = copied(config.rollout.dtype, options)
     copies = [of_own, *others]
     lora_scale = config.model.lora_alpha / config.model.lora_rank
     replay, whitespace = (

@@ -21,7 +21,6 @@ from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.numerics import set_numerics
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
-from flowgrpo_rc.models.block_cache import saved_share
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.quantization import precision
 from flowgrpo_rc.records.best import BestEvaluation
@@ -169,13 +168,11 @@ def _train(
     for note in notes(spec):
         console.message(f"note: {note}")
     rollout = config.rollout
-    if rollout.cache.every > 1:
-        cached, steps = len(rollout.cached_steps()), rollout.evaluations()
-        share = saved_share(trainer.task.model.network, cached, steps)
-        console.message(
-            f"note: rollout.cache: {cached} of the {steps} evaluations of a sample skip the middle "
-            f"blocks, which saves {share:.0%} of its block evaluations"
-        )
+    network = trainer.task.model.network
+    for option in rollout.options():
+        option_note = option.note(rollout.spec(), rollout.evaluations(), network)
+        if option_note is not None:
+            console.message(f"note: {option_note}")
     try:
         uploads = uploads_of(config) if trainer.processes.is_main else None
         trainer.export = partial(export_step, config, folder, uploads)

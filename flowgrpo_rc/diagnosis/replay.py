@@ -50,14 +50,8 @@ def check_model(dump: Dump, formula: Formula, config: Config) -> list[Symptom]:
         return [Symptom("schedule", f"{evidence} scheduler with its shift")]
     compared = partial(mismatch_of, rollout, task.policy.log_probs(rollout.batch, ROWS), 1.0)
     # Each copy is gone before the next is made.
-    copies = [compared(Copy(task.model, name, None, ROWS)) for name in other_precisions(config)]
-    copy = Copy(
-        task.model,
-        config.rollout.dtype,
-        config.rollout.quantization,
-        ROWS,
-        merge_lora=bool(config.rollout.merge_lora),
-    )
+    copies = [compared(Copy(task.model, name, ROWS)) for name in other_precisions(config)]
+    copy = Copy(task.model, config.rollout.dtype, ROWS, config.rollout.options())
     lora = Lora(*[lora_parameters(task.model.network)] * 3)
     replay = Replay(copy, rollout, lora, config.model.lora_alpha / config.model.lora_rank)
     noise = NoiseReport()  # which was looked at

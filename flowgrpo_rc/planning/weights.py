@@ -21,8 +21,8 @@ from flowgrpo_rc.plugins import load_class
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.manager import PACKAGE
 from flowgrpo_rc.rollout.config import ROUNDED
-from flowgrpo_rc.rollout.quantization import INT4_GROUP
-from flowgrpo_rc.rollout.replica import lora_layers
+from flowgrpo_rc.rollout.options.merged_lora import lora_layers
+from flowgrpo_rc.rollout.options.quantized import INT4_GROUP
 from flowgrpo_rc.spec.checks import batch_bytes, num_trained
 from flowgrpo_rc.spec.run_spec import RunSpec
 

@@ -11,7 +11,12 @@ from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.models.quantization import precision
 from flowgrpo_rc.plugins import check_choice, check_engine_name, check_least
 from flowgrpo_rc.rollout.devices import AUTO
-from flowgrpo_rc.rollout.quantization import PACKAGES
+from flowgrpo_rc.rollout.options.cached_blocks import CachedBlocks
+from flowgrpo_rc.rollout.options.compiled import Compiled
+from flowgrpo_rc.rollout.options.drawing import Redraw, SharedPrefix
+from flowgrpo_rc.rollout.options.merged_lora import MergedLora, RoundedLora
+from flowgrpo_rc.rollout.options.option import RolloutOption
+from flowgrpo_rc.rollout.options.quantized import NAMES, Quantized
 
 PACKAGE = "flowgrpo_rc.rollout"
 ROUNDED = "rounded"  # a LoRA that is apart, in the rollout's precision
@@ -241,7 +246,7 @@ class RolloutConfig:
 
     def spec(self, step: int = 1, *, tf32: bool = False) -> SamplerSpec:
         """Returns the sampler of a training step, the first of which is 1; a window may slide."""
-        return SamplerSpec(
+        spec = SamplerSpec(
             **vars(self.pipeline),
             noise_level=self.algo.noise_level,
             sde_type=self.algo.sde_type,
@@ -251,16 +256,35 @@ class RolloutConfig:
             tail=self.algo.tail,
             tail_start=self.tail_start(step),
             tail_steps=self.algo.tail_steps,
-            shared_prefix=self.algo.shared_prefix,
-            cached_steps=self.cached_steps(step),
         )
+        for option in self.options(step):
+            spec = option.spec(spec)
+        return spec
+
+    def options(self, step: int = 1) -> tuple[RolloutOption, ...]:
+        """Returns what the settings choose for a training step, in the order of application."""
+        merge, cache = self.merge_lora, self.cache
+        chosen: list[RolloutOption] = []
+        if merge:
+            chosen.append(RoundedLora() if merge == ROUNDED else MergedLora())
+        if self.quantization is not None:
+            chosen.append(Quantized(self.quantization, self.dtype))
+        if self.compile:
+            chosen.append(Compiled())
+        if cache.every > 1:
+            chosen.append(CachedBlocks(cache.every, self.cached_steps(step), cache.window))
+        if self.algo.shared_prefix:
+            chosen.append(SharedPrefix())
+        if self.redraw:
+            chosen.append(Redraw())
+        return tuple(chosen)
 
     def held_out_spec(self) -> SamplerSpec:
         """Returns the sampler of evaluation: the ODE, in the trainer's own precision."""
-        own = {name: getattr(self.val_kwargs, name) for name in SAMPLED}
-        given = {name: value for name, value in own.items() if value is not None}
+        values = {name: getattr(self.val_kwargs, name) for name in SAMPLED}
+        changed = {name: value for name, value in values.items() if value is not None}
         return SamplerSpec(
-            **vars(self.pipeline) | given,
+            **vars(self.pipeline) | changed,
             noise_level=0.0,
             sde_type="sde",
             log_prob_convention="gaussian",
@@ -317,11 +341,12 @@ class RolloutConfig:
     def validate(self) -> None:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
         check_engine_name(PACKAGE, self.name, "rollout.name")
-        if self.dtype in PACKAGES:
+        if self.dtype in NAMES:
             raise ValueError(
                 f"rollout.dtype={self.dtype} is a quantization: set rollout.quantization="
                 f"{self.dtype}, on top of rollout.dtype, which may be {', '.join(ALLOWED['dtype'])}"
             )
+        check_choice("rollout.quantization", self.quantization, (None, *NAMES))
         for key, allowed in ALLOWED.items():
             check_choice(f"rollout.{key}", attrgetter(key)(self), allowed)
         if self.merge_lora not in (None, True, False, ROUNDED):
@@ -425,9 +450,4 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.algo.tail={algo.tail} has no effect: no step lies behind "
                 "rollout.algo.sde_window_range"
-            )
-        if algo.shared_prefix and algo.window_sharing == "sample":
-            raise ValueError(
-                "rollout.algo.shared_prefix=true needs samples of a prompt with the same window: "
-                "set rollout.algo.window_sharing to group or batch"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,12 +11,13 @@ import torch
 from flowgrpo_rc.batch import Conditioning, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.models.block_cache import BlockCache
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.compiling import inductor_or_eager
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 from flowgrpo_rc.rollout.image_chunk import image_chunk
+from flowgrpo_rc.rollout.options.cached_blocks import CachedBlocks
+from flowgrpo_rc.rollout.options.compiled import Compiled
+from flowgrpo_rc.rollout.options.option import RolloutOption
 from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
 
 
@@ -24,12 +25,11 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
     """Samples with a copy of the LoRA-wrapped transformer, and the trainer's encoders and VAE."""
 
     kind = "diffusion"
-    compiles = True
+    options = (*ReplicaEngine.options, Compiled, CachedBlocks)
     records_means = True
     finishes_alone = True
     takes_images = True
     draws_seed_noise = True
-    caches_blocks = True
 
     def __init__(
         self,
@@ -38,19 +38,14 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
         *,
         dtype: str,
         chunk_size: int,
-        quantization: str | None = None,
-        compile: bool = False,
-        merge_lora: bool | str = False,
-        cache_blocks: bool = False,
+        options: Sequence[RolloutOption] = (),
     ) -> None:
-        backend = inductor_or_eager if compile else None
-        self._replica = Replica(network, dtype, quantization, backend, merge_lora)
+        self._replica = Replica(network, dtype, options)
         self.transformer = self._replica.network
-        self._cache = BlockCache(self.transformer) if cache_blocks else None
-        self._policy = FlowPolicy(model, self.transformer, cache=self._cache)
+        self._policy = FlowPolicy(model, self.transformer, cache=self._replica.cache)
         self._model = model
         self._chunk_size = chunk_size
-        self._asked: tuple[PromptBatch, SamplerSpec] | None = None
+        self._encoded_request: tuple[PromptBatch, SamplerSpec] | None = None
         self._encoded: tuple[Conditioning, Conditioning | None]
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
@@ -59,7 +54,7 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
         spec = request.spec
         shape = model.latent_shape(spec)
         conditioning, negative = self._encode(request)
-        cache = self._cache
+        cache = self._replica.cache
         cached_steps = () if cache is None else spec.cached_steps
         for rows in request.chunks(self._chunk_size):
             seeds = request.seeds[rows.start : rows.stop]
@@ -93,7 +88,7 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
     def _encode(self, request: ImageRequest) -> tuple[Conditioning, Conditioning | None]:
         """Encodes the prompts once for all requests of a step, which may be one for each chunk."""
         key = request.prompts, request.spec
-        if key != self._asked:
+        if key != self._encoded_request:
             self._encoded = encode_prompts(self._model, request.prompts.prompts, request.spec)
-            self._asked = key
+            self._encoded_request = key
         return self._encoded

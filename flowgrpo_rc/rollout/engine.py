@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.rollout.options.option import RolloutOption
 
 Samples = np.ndarray | Sequence[str]
 
@@ -101,16 +102,12 @@ class RolloutEngine(ABC, Generic[R]):
     """Samples with its own copy of the weights.
 
     An engine is constructed with the keywords `model`, `network`, `dtype` and `chunk_size` and with
-    the options of `rollout.engine_kwargs`; also with `quantization`, `compile`, `merge_lora` and
-    `cache_blocks` if the user sets them.
+    the options of `rollout.engine_kwargs`; also with `options`, those of its class that the user
+    chose, if any.
 
     Attributes:
       kind: the `model.kind` that it samples from.
-      quantizations: the values of `rollout.quantization` that it offers, each with the package that
-        it needs.
-      compiles: True if it offers `rollout.compile`.
-      merges_lora: True if it offers `rollout.merge_lora`.
-      caches_blocks: True if it offers `rollout.cache`.
+      options: the options of the rollout that it applies.
       records_means: True if it records the means of the steps when a request asks for them.
       finishes_alone: True if a request whose windows are empty gets samples of the ODE, which the
         batch holds: `all_latents` is [B, 1, ...].
@@ -127,10 +124,7 @@ class RolloutEngine(ABC, Generic[R]):
     """
 
     kind: ClassVar[str]
-    quantizations: ClassVar[Mapping[str, str]] = {}
-    compiles: ClassVar[bool] = False
-    merges_lora: ClassVar[bool] = False
-    caches_blocks: ClassVar[bool] = False
+    options: ClassVar[Sequence[type[RolloutOption]]] = ()
     records_means: ClassVar[bool] = False
     finishes_alone: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 """Rollouts of text in the trainer's process, through transformers, in a precision of their own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -9,6 +9,7 @@ from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rollout.engine import RolloutChunk, TextRequest
+from flowgrpo_rc.rollout.options.option import RolloutOption
 from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
 
 
@@ -24,10 +25,9 @@ class TransformersEngine(ReplicaEngine[TextRequest]):
         *,
         dtype: str,
         chunk_size: int,
-        quantization: str | None = None,
-        merge_lora: bool | str = False,
+        options: Sequence[RolloutOption] = (),
     ) -> None:
-        self._replica = Replica(network, dtype, quantization, merge_lora=merge_lora)
+        self._replica = Replica(network, dtype, options)
         self._policy = TokenPolicy(model, self._replica.network)
         self._model = model
         self._chunk_size = chunk_size

@@ -6,19 +6,21 @@ Nothing is loaded.
 import os
 import shutil
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import adapter_of
 from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.plugins import check_options, check_packages
-from flowgrpo_rc.rollout.quantization import check_device
+from flowgrpo_rc.rollout.options.option import Need
 from flowgrpo_rc.spec.check_settings import refuse
-from flowgrpo_rc.spec.run_spec import RunSpec
+from flowgrpo_rc.spec.run_spec import RunSpec, exact_rollout
 from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
 
 ENGINE_KWARGS = "rollout.engine_kwargs"
@@ -30,29 +32,10 @@ def _check_offers(spec: RunSpec) -> None:
     """Refuses what the engine's class does not offer."""
     config, engine = spec.config, spec.engine_class
     rollout, kind, name = config.rollout, config.model.kind, f"rollout.name={config.rollout.name}"
-    offered = ", ".join(engine.quantizations) or "none (see rollout.engine_kwargs)"
-    useless = f"has no effect with {name}: drop it"
-    images, merge = rollout.pipeline.condition_images, rollout.merge_lora
+    images = rollout.pipeline.condition_images
     needs_means = config.data.replay_dir is None and spec.keeps_means
-    own = config.model.quantization and f"model.quantization={config.model.quantization}"
-    quantized = own or f"rollout.quantization={rollout.quantization}"
     refuse(
         (engine.kind != kind, f"{name} samples from model.kind={engine.kind}, not {kind}"),
-        (
-            rollout.quantization not in (None, *engine.quantizations),
-            f"rollout.quantization={rollout.quantization!r}: {name} offers {offered}",
-        ),
-        (rollout.compile and not engine.compiles, f"rollout.compile=true {useless}"),
-        (merge and not engine.merges_lora, f"rollout.merge_lora={merge} {useless}"),
-        (
-            rollout.quantization and own,
-            f"rollout.quantization={rollout.quantization}: {name} samples with the trainer's "
-            f"weights, which {own} has rounded already: drop one of them",
-        ),
-        (
-            merge is True and (own or rollout.quantization),
-            f"rollout.merge_lora=true cannot add a LoRA to the weights of {quantized}: drop one",
-        ),
         (
             config.trainer.tf32 and rollout.dtype == "fp32" and not engine.copies_network,
             f"trainer.tf32=true does not reach {name}: set rollout.dtype=bf16, or drop it",
@@ -76,31 +59,87 @@ def _check_offers(spec: RunSpec) -> None:
     )
 
 
-def _check_cache(spec: RunSpec) -> None:
-    """Refuses cached and redrawn samples where the engine cannot have them."""
-    config, engine = spec.config, spec.engine_class
-    cache = config.rollout.cache
+def _ruled_out(spec: RunSpec) -> dict[Need, str]:
+    """Returns what the run cannot give an option, each with the setting that rules it out."""
+    config, rollout = spec.config, spec.config.rollout
+    correction = config.algorithm.rollout_correction
+    comparing = [name for name, term in spec.rewards.items() if term.reward.groupwise]
+    sharing = f"rollout.algo.window_sharing={rollout.algo.window_sharing}"
+    rows = (
+        (Need.IMAGES, spec.is_text, f"model.kind={config.model.kind}"),
+        (Need.NETWORK, not spec.engine_class.copies_network, f"rollout.name={rollout.name}"),
+        (Need.WHOLE_WEIGHTS, _is_split(config), "trainer.strategy=fsdp2"),
+        (
+            Need.PLAIN_WEIGHTS,
+            config.model.quantization,
+            f"model.quantization={config.model.quantization}",
+        ),
+        (Need.SHARED_WINDOW, rollout.algo.window_sharing == "sample", sharing),
+        (Need.TRAINER_PROCESS, rollout.workers, f"rollout.workers={rollout.workers}"),
+        (Need.FRESH_WEIGHTS, rollout.staleness, f"rollout.staleness={rollout.staleness}"),
+        (Need.NEW_SAMPLES, config.data.replay_dir, f"data.replay_dir={config.data.replay_dir}"),
+        (Need.UNSAVED_SAMPLES, config.trainer.save_rollouts, "trainer.save_rollouts=true"),
+        (
+            Need.ONE_POOL,
+            config.algorithm.filter_groups.enable,
+            "algorithm.filter_groups.enable=true",
+        ),
+        (Need.WHOLE_GROUPS, correction.excludes_rejected, f"{KEY}.exclude_rejected=true"),
+        (Need.SINGLE_SCORES, comparing, f"reward.terms.{', '.join(comparing)}"),
+    )
+    return {need: setting for need, applies, setting in rows if applies}
+
+
+def _check_options(spec: RunSpec) -> None:
+    """Refuses options that the engine does not take, or whose needs the run or another does not
+    meet.
+    """
+    options, ruled_out = spec.config.rollout.options(), _ruled_out(spec)
+    for option in options:
+        if option.in_engine and type(option) not in spec.engine_class.options:
+            raise ValueError(
+                f"{option.setting} has no effect with rollout.name={spec.config.rollout.name}: "
+                "drop it; an engine's own options stand in rollout.engine_kwargs"
+            )
+        lacking = dict(ruled_out)
+        for other in options:
+            if other is not option:
+                lacking |= dict.fromkeys(other.removes, other.setting)
+        for need, setting in lacking.items():
+            if need in option.needs:
+                raise ValueError(
+                    f"{option.setting} needs {need.value}, which {setting} rules out: drop one of "
+                    "them"
+                )
+
+
+def _check_redraw(spec: RunSpec) -> None:
+    """Refuses samples that are drawn again in vain."""
+    rollout = spec.config.rollout
     refuse(
         (
-            config.rollout.redraw and not engine.copies_network,
-            f"rollout.redraw=true draws with a copy of the trainer's network, and rollout.name="
-            f"{config.rollout.name} loads its own: set rollout.name=diffusers, or drop it",
+            rollout.redraw and spec.trained_n is None,
+            f"rollout.redraw=true needs actor.train_n below rollout.n={rollout.n}: lower "
+            "actor.train_n, or drop rollout.redraw",
         ),
         (
-            cache.every > 1 and not engine.caches_blocks,
-            f"rollout.cache.every={cache.every} has no effect with rollout.name="
-            f"{config.rollout.name}: drop it",
+            rollout.redraw and exact_rollout(spec.config) == replace(rollout, merge_lora=False),
+            "rollout.redraw=true has no effect: the rollout is exact; set rollout.quantization or "
+            "rollout.cache, or drop rollout.redraw",
         ),
     )
+
+
+def _is_split(config: Config) -> bool:
+    return resolve_strategy(config.trainer.strategy) == "fsdp2"
 
 
 def shares_weights(spec: RunSpec) -> bool:
     """Returns whether the engine samples with the trainer's own weights, whole and as they are."""
     config, rollout = spec.config, spec.config.rollout
-    is_split = resolve_strategy(config.trainer.strategy) == "fsdp2"
-    changed = is_split or rollout.quantization or rollout.compile or rollout.merge_lora
-    copies = spec.engine_class.copies_network
-    return copies and rollout.dtype == config.model.dtype and not changed
+    same = spec.engine_class.copies_network and rollout.dtype == config.model.dtype
+    options = rollout.options()
+    return same and not _is_split(config) and all(option.shares_weights for option in options)
 
 
 def check_engine(spec: RunSpec) -> None:
@@ -114,7 +153,8 @@ def check_engine(spec: RunSpec) -> None:
             f"model.prompt_cache={kept} needs prompts that the trainer's process encodes: set "
             "rollout.name=diffusers and rollout.workers=0 without data.replay_dir, or drop it"
         )
-    _check_cache(spec)
+    _check_redraw(spec)
+    _check_options(spec)
     if config.model.offload_idle == "layers" and not shares_weights(spec):
         raise ValueError(
             "model.offload_idle=layers: the rollout has to share the weights on the host as they "
@@ -134,16 +174,12 @@ def check_machine(spec: RunSpec) -> None:
         given = str(config.model.offload_idle).lower()
         raise ValueError(f"model.offload_idle={given} has no effect on the CPU: drop it")
     rollout = config.rollout
-    check_device(rollout.dtype, rollout.quantization, device, rollout.compile)
+    for option in rollout.options():
+        option.check_device(device, rollout.options())
     if config.data.replay_dir is None:
         _check_workers(spec)
         _check_options_on(spec)
     _check_compiler(config, device)
-    if rollout.merge_lora is True and resolve_strategy(config.trainer.strategy) == "fsdp2":
-        raise ValueError(
-            "rollout.merge_lora=true needs the trainer's whole weights on each process, and "
-            "trainer.strategy=fsdp2 shards them: drop one of them"
-        )
 
 
 def _check_workers(spec: RunSpec) -> None:
@@ -163,10 +199,8 @@ def _check_workers(spec: RunSpec) -> None:
 def _check_options_on(spec: RunSpec) -> None:
     """Looks for the package that quantizes, and has the engine check options, model and device."""
     config, engine = spec.config, spec.engine_class
-    quantization = config.rollout.quantization
-    if quantization is not None:
-        package = engine.quantizations[quantization]
-        check_packages(f"rollout.quantization={quantization}", [package], "quantization")
+    for option in config.rollout.options():
+        check_packages(option.setting, option.packages, "quantization")
     pipeline_class = ""
     absent: list[str] = []
     if config.model.kind == "diffusion":

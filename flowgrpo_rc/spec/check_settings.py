@@ -6,7 +6,7 @@ have no effect is an error.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from operator import attrgetter
 
 import torch
@@ -19,7 +19,7 @@ from flowgrpo_rc.losses.base import DIFFUSION_KEY, ImageLoss
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind
 from flowgrpo_rc.rollout.config import SAMPLED
-from flowgrpo_rc.spec.run_spec import RunSpec, exact_rollout, shares_evenly
+from flowgrpo_rc.spec.run_spec import RunSpec, shares_evenly
 
 # What a reward may score, by the kind of the model.
 SCORED = {"diffusion": ("image", "video", "latent"), "causal_lm": ("text",)}
@@ -55,8 +55,6 @@ def check_settings(spec: RunSpec) -> None:
     _check_replayed(config)
     if config.algorithm.filter_groups.enable:
         _check_filter(config)
-    if config.rollout.redraw:
-        _check_redraw(spec)
     _check_average(spec)
 
 
@@ -307,31 +305,6 @@ def _check_filter(config: Config) -> None:
         (config.model.prompt_cache, "model.prompt_cache: further prompts are not known ahead"),
         about="algorithm.filter_groups.enable=true does not go with ",
         end="; drop one of them",
-    )
-
-
-def _check_redraw(spec: RunSpec) -> None:
-    """Samples are drawn again in the trainer's process, at once, and other than before."""
-    config = spec.settings
-    rollout, correction = config.rollout, config.algorithm.rollout_correction
-    terms = spec.rewards.items()
-    comparing = [f"reward.terms.{name}" for name, term in terms if term.reward.groupwise]
-    refuse(
-        (config.model.kind == "causal_lm", "is for images"),
-        (comparing, f"does not go with {comparing and comparing[0]}, which compares a group"),
-        (spec.trained_n is None, f"needs actor.train_n below rollout.n={rollout.n}"),
-        (
-            exact_rollout(config) == replace(rollout, merge_lora=False),
-            "has no effect: the rollout is exact; set rollout.quantization or rollout.cache",
-        ),
-        (config.data.replay_dir is not None, "does not go with data.replay_dir"),
-        (config.trainer.save_rollouts, "does not go with trainer.save_rollouts"),
-        (rollout.workers > 0, "does not go with rollout.workers"),
-        (rollout.staleness > 0, "does not go with rollout.staleness"),
-        (config.algorithm.filter_groups.enable, "does not go with algorithm.filter_groups"),
-        (correction.excludes_rejected, f"does not go with {KEY}.exclude_rejected"),
-        about="rollout.redraw=true ",
-        end="; change one of them, or drop rollout.redraw",
     )
 
 

@@ -15,16 +15,13 @@ from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.evaluation.suite import HOW_TO_CHANGE, Suite
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import FlowModel, adapter_of
-from flowgrpo_rc.models.block_cache import middle_blocks
 from flowgrpo_rc.models.causal_lm import check_quantization
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
 from flowgrpo_rc.rewards.manager import build_terms, check_kind
 from flowgrpo_rc.rollout.check_model import check_model
-from flowgrpo_rc.rollout.quantization import check_shapes
 from flowgrpo_rc.spec.check_engine import check_engine, check_machine
 from flowgrpo_rc.spec.check_folder import check_output, checkpoint_to_resume
 from flowgrpo_rc.spec.check_inputs import (
@@ -166,11 +163,8 @@ def _check_model(spec: RunSpec, suites: Sequence[Suite] = ()) -> FlowModel | Non
     with META:
         network = add_lora(model, config.model, config.trainer.seed)
     check_optimizer(list(lora_parameters(network).values()), config.actor.optim)
-    if config.rollout.cache.every > 1:
-        for part in transformers(network).values():
-            middle_blocks(part)
-    if config.rollout.quantization is not None:
-        check_shapes(network, config.rollout.quantization)
+    for option in config.rollout.options():
+        option.check_network(network)
     return model
 
 

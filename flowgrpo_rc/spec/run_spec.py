@@ -25,6 +25,7 @@ from flowgrpo_rc.records.rollout_files import keeps_means
 from flowgrpo_rc.rewards.manager import RewardTerms
 from flowgrpo_rc.rollout.config import PACKAGE, CacheConfig, RolloutConfig
 from flowgrpo_rc.rollout.engine import RolloutEngine
+from flowgrpo_rc.rollout.options.merged_lora import MergedLora
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class RunSpec:
         """
         model = self.settings.model
         return (
-            self.engine_class.merges_lora
+            MergedLora in self.engine_class.options
             and self.settings.rollout.quantization is model.quantization is None
             and model.dtype != "bf16"
             and model.offload_idle != "layers"
@@ -217,12 +218,10 @@ class RunSpec:
             return None
         if rollout.engine_kwargs.get("quantization"):
             return None
-        if rollout.merge_lora and model.dtype == "bf16":
-            return None  # the sum rounds weights that were exact
+        if not all(option.rounding_explains(model.dtype) for option in rollout.options()):
+            return None
         if model.quantization and not self.engine_class.copies_network:
             return None  # it samples with weights that are not quantized
-        if rollout.cache.every > 1 and rollout.cache.window:
-            return None
         return relative_size(rollout.spec().dtype, model.dtype, self.config.trainer.mixed_precision)
 
     @cached_property
@@ -330,9 +329,7 @@ def gpus_per_worker(config: Config, device: torch.device) -> float:
 def engine_options(rollout: RolloutConfig, chunk_size: int) -> dict[str, Any]:
     """Returns what an engine is built with for a rollout, besides the model and its network."""
     options: dict[str, Any] = {"dtype": rollout.dtype, "chunk_size": chunk_size}
-    # Only an engine that offers these has options of these names.
-    offered = {name: getattr(rollout, name) for name in ("quantization", "compile", "merge_lora")}
-    options |= {name: value for name, value in offered.items() if value not in (None, False)}
-    if rollout.cache.every > 1:
-        options["cache_blocks"] = True
+    applied = [option for option in rollout.options() if option.in_engine]
+    if applied:  # only an engine that takes some has a parameter for them
+        options["options"] = applied
     return options | rollout.engine_kwargs

@@ -99,11 +99,17 @@ IMAGES = [
     ("actor.ppo_micro_batch_size_per_gpu=3", "4 samples"),
     ("actor.ema.update_interval=99", "4 updates"),
     ("data.train_batch_size=64", "data.train_batch_size=64"),
-    ("rollout.merge_lora=true rollout.quantization=int8", "cannot add a LoRA to the weights of"),
+    (
+        "rollout.merge_lora=true rollout.quantization=int8",
+        "rollout.merge_lora=true needs frozen weights that nothing has",
+    ),
     ("rollout.merge_lora=true model.quantization=int8", "model.quantization"),
     ("rollout.merge_lora=round", "rollout.merge_lora=round: give true, false, null or rounded"),
     ("rollout.merge_lora=rounded rollout.name=vllm_omni", "rollout.merge_lora=rounded has no"),
-    ("rollout.quantization=int8 model.quantization=int8", "has rounded already: drop one"),
+    (
+        "rollout.quantization=int8 model.quantization=int8",
+        "which model.quantization=int8 rules out: drop one",
+    ),
     ("model.quantization=int8 model.dtype=fp64 trainer.mixed_precision=no", "dtype=fp64"),
     ("model.quantization=fp8", "model.quantization='fp8': allowed are int8, int4, nf4"),
     ("rollout.algo.shared_prefix=true rollout.algo.window_sharing=sample", "shared_prefix"),
@@ -143,13 +149,12 @@ IMAGES = [
     # Samples that are drawn again.
     ("rollout.redraw=true", "needs actor.train_n below rollout.n=2"),
     (f"rollout.n=4 actor.train_n=2 {EXACT} rollout.redraw=true", "the rollout is exact"),
-    (f"{REDRAW} rollout.workers=1", "rollout.redraw=true does not go with rollout.workers"),
     (
-        f"{REDRAW} +reward.terms.vlm_preference.path=a/b",
-        "rollout.redraw=true does not go with reward.terms.vlm_preference, which compares",
+        f"{REDRAW} rollout.workers=1",
+        "rollout.redraw=true needs samples of the trainer's own process",
     ),
-    (f"{REDRAW} trainer.save_rollouts=true", "does not go with trainer.save_rollouts"),
-    (f"{REDRAW} {RC}.exclude_rejected=true", f"does not go with {RC}.exclude_rejected"),
+    (f"{REDRAW} trainer.save_rollouts=true", "which trainer.save_rollouts=true rules out"),
+    (f"{REDRAW} {RC}.exclude_rejected=true", f"which {RC}.exclude_rejected=true rules"),
     # The rollout correction.
     (f"{RC}.rollout_is=always", "rollout_is='always'"),
     (f"{RC}.centered=maybe", "maybe"),
@@ -168,7 +173,10 @@ IMAGES = [
     ("rollout.engine_kwargs.foo=1", "rollout.engine_kwargs.foo: unknown option"),
     ("rollout.quantization=int3", "rollout.quantization='int3'"),
     ("rollout.name=vllm_omni rollout.compile=true", "rollout.compile=true has no effect"),
-    ("rollout.name=vllm_omni rollout.quantization=int8", "offers none"),
+    (
+        "rollout.name=vllm_omni rollout.quantization=int8",
+        "has no effect with rollout.name=vllm_omni",
+    ),
     ("rollout.name=vllm_omni rollout.engine_kwargs.timeout=3", "did you mean 'timeout_s'?"),
     ("rollout.name=vllm_omni rollout.engine_kwargs.quantization=fp8", "does not quantize"),
     # The model.

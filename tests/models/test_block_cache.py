@@ -22,9 +22,13 @@ from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.policies import flow
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout import diffusers_engine
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.options.cached_blocks import CachedBlocks
+from flowgrpo_rc.rollout.options.compiled import Compiled
+from flowgrpo_rc.rollout.options.merged_lora import MergedLora
+
+CACHED = CachedBlocks(every=2)  # its steps are those of a request
 
 
 @pytest.fixture(params=sorted(adapters_by_pipeline()))
@@ -120,12 +124,13 @@ def plainly_cached(
 def test_a_cached_rollout_is_that_of_a_plain_version(subject, guidance, monkeypatch):
     model = deepened(subject)
     request = request_for(subject, guidance, cached_steps=(1, 3))
-    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, cache_blocks=True)
+    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, options=[CACHED])
     (found,) = engine.generate(request)
     (again,) = engine.generate(request)
     assert torch.equal(found.latents, again.latents)
-    assert engine._cache is not None
-    kept = [value for stretch in engine._cache._stretches for value in vars(stretch).values()]
+    cache = engine._replica.cache
+    assert cache is not None
+    kept = [value for stretch in cache._stretches for value in vars(stretch).values()]
     assert not any(value for value in kept if isinstance(value, list | dict))
     assert found.batch.spec == request.spec
     plain = plainly_cached(model, request, monkeypatch)
@@ -150,7 +155,7 @@ def test_evaluations_are_counted_exactly(subject: Subject) -> None:
         runs += 4  # rows
 
     request = request_for(subject, "unguided", cached_steps=(1, 3))
-    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, cache_blocks=True)
+    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, options=[CACHED])
     for part in transformers(engine.transformer).values():
         for blocks in block_lists(part):
             for block in blocks:
@@ -169,7 +174,7 @@ def test_samples_that_share_a_prefix_take_its_residual_along(saved, guidance, mo
     model = deepened(subject)
     steps = {"cached_steps": (2, 3)}
     request = request_for(subject, guidance, shared_prefix=True, **steps)
-    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, cache_blocks=True)
+    engine = DiffusersEngine(model, model.network, dtype="fp32", chunk_size=4, options=[CACHED])
     (found,) = engine.generate(request)
     rows = 2 + 2 + 4 + 4  # two prompts, and from the second step of the window on four samples
     passes = 2 if guidance == "guided" else 1
@@ -207,10 +212,9 @@ def test_what_cannot_be_skipped_is_refused(saved) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject, monkeypatch):
+def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject):
     """Shared states, the last chunk, cached steps and a new LoRA need no further code."""
     counter = CompileCounter()
-    monkeypatch.setattr(diffusers_engine, "inductor_or_eager", counter)
     model = deepened(subject)
     cached = {"cached_steps": (1, 3), "shared_prefix": True}
     given = request_for(subject, "guided", **cached)
@@ -225,15 +229,13 @@ def test_compiled_blocks_serve_every_number_of_rows_and_every_lora(subject, monk
     ]
     lora = {name: p + 0.01 for name, p in lora_parameters(model.network).items()}
     found = []
-    for compiles in (False, True):
+    for compiled in ([], [Compiled(counter)]):
         engine = DiffusersEngine(
             model,
             model.network,
             dtype="fp32",
             chunk_size=5,
-            compile=compiles,
-            merge_lora=True,
-            cache_blocks=True,
+            options=[MergedLora(), *compiled, CACHED],
         )
         first = list(engine.generate(requests[0]))
         graphs = counter.frame_count

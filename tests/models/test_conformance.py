@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
+from flowgrpo_rc.rollout.options.merged_lora import MergedLora, RoundedLora
+from flowgrpo_rc.rollout.options.option import RolloutOption
 
 
 def prompts_for(tiny: Tiny) -> list[Prompt]:
@@ -72,10 +74,10 @@ def roll(
     network: torch.nn.Module,
     tiny: Tiny,
     spec: SamplerSpec,
-    merge_lora: bool | str = False,
+    options: Sequence[RolloutOption] = (),
 ) -> tuple[DiffusionBatch, np.ndarray]:
     """Samples two images of each prompt, stochastic in all steps but the last."""
-    engine = DiffusersEngine(model, network, dtype=spec.dtype, chunk_size=4, merge_lora=merge_lora)
+    engine = DiffusersEngine(model, network, dtype=spec.dtype, chunk_size=4, options=options)
     steps = spec.num_inference_steps - 1
     request = ImageRequest(
         prompts=PromptBatch(step=1, prompts=prompts_for(tiny), slots=[0, 1]),
@@ -466,15 +468,16 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("dtype", "merge_lora"), [("fp32", False), slow("bf16", "rounded"), slow("bf16", True)]
+    ("dtype", "options"),
+    [("fp32", []), slow("bf16", [RoundedLora()]), slow("bf16", [MergedLora()])],
 )
-def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(subject, dtype, merge_lora):
+def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(subject, dtype, options):
     model = subject.load(dtype)
     tiny = subject.tiny
     network = trained_lora(model)
     for guidance in GUIDANCE:
         spec = tiny.spec("sde", vars(tiny)[guidance], dtype="bf16")
-        batch, _ = roll(model, network, tiny, spec, merge_lora)
+        batch, _ = roll(model, network, tiny, spec, options)
         assert batch.all_latents.dtype == batch.rollout_log_probs.dtype == torch.float32
         assert 1e-7 < difference(model, network, batch).abs().mean() < BF16_BOUND
 

@@ -21,15 +21,15 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout import compiling
-from flowgrpo_rc.rollout.compiling import compile_blocks, inductor_or_eager
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
-from flowgrpo_rc.rollout.quantization import (
+from flowgrpo_rc.rollout.options import compiled
+from flowgrpo_rc.rollout.options.compiled import Compiled, compile_blocks, inductor_or_eager
+from flowgrpo_rc.rollout.options.quantized import (
     INT4_GROUP,
-    PACKAGES,
-    check_device,
+    NAMES,
+    Quantized,
     count_quantized,
     quantize,
 )
@@ -38,7 +38,7 @@ from flowgrpo_rc.spec import check_engine
 
 QUANTIZATIONS = [
     pytest.param(name, marks=needs_int8_kernels) if name == "int8_dynamic" else name
-    for name in PACKAGES
+    for name in NAMES
 ]
 
 
@@ -71,7 +71,7 @@ def velocities(model: FlowModel, *networks: nn.Module) -> list[torch.Tensor]:
 def test_only_the_blocks_base_weights_are_quantized(bundled: FlowModel, name: str) -> None:
     network = trained_lora(bundled)
     before = fingerprint(network.state_dict())
-    replica = Replica(network, "fp32", name).network
+    replica = Replica(network, "fp32", [Quantized(name, "fp32")]).network
     own = dict(network.named_parameters())
     quantized = set()
     for key, parameter in replica.named_parameters():
@@ -102,7 +102,7 @@ def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
     a sync.
     """
     network = trained_lora(bundled)
-    replica = Replica(network, "fp32", name)
+    replica = Replica(network, "fp32", [Quantized(name, "fp32")])
     rounded = copy.deepcopy(network)
     for (_, stored), parameter in zip(
         replica.network.named_parameters(), rounded.parameters(), strict=True
@@ -123,7 +123,9 @@ def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_the_rollout_says_its_precision_and_the_mismatch_shows_it(bundled, dtype, name):
     network = trained_lora(bundled)
-    engine = DiffusersEngine(bundled, network, dtype=dtype, chunk_size=4, quantization=name)
+    engine = DiffusersEngine(
+        bundled, network, dtype=dtype, chunk_size=4, options=[Quantized(name, dtype)]
+    )
     request = ImageRequest(
         prompts=PromptBatch(step=1, prompts=[Prompt(text='"AB7X"', index=0)], slots=[0]),
         samples_per_prompt=4,
@@ -168,7 +170,7 @@ def test_what_does_not_compile_runs_without_it(fails: bool, monkeypatch, caplog)
         pytest.skip("no C++ compiler")
     torch._dynamo.reset()  # or the code of the other case is taken over
     blocks, failed = nn.ModuleList([Block(4, 4)]), []
-    monkeypatch.setattr(compiling, "_failed", failed)
+    monkeypatch.setattr(compiled, "_failed", failed)
     inputs = [torch.ones(rows, 4) for rows in (1, 3)]
     plain = [blocks[0](x, 0.1) for x in inputs]
     compile_blocks(nn.Sequential(blocks), inductor_or_eager)
@@ -243,15 +245,16 @@ def test_a_processor_whose_int8_products_overflow_is_refused(checkpoint, monkeyp
 
 def test_quantizations_that_a_gpu_does_slowly_or_not_at_all(caplog) -> None:
     gpu = torch.device("cuda")
-    check_device("fp16", "int4", torch.device("cpu"), False)
+    Quantized("int4", "fp16").check_device(torch.device("cpu"), [])
     for dtype, name, words in (
         ("fp16", "int4", r"=int4 on a GPU needs rollout\.dtype=bf16, not fp16"),
         ("bf16", "int8_dynamic", r"int8_dynamic on a GPU needs rollout\.compile=true"),
     ):
         with pytest.raises(ValueError, match=words):
-            check_device(dtype, name, gpu, False)
+            Quantized(name, dtype).check_device(gpu, [])
     assert caplog.messages == []
-    check_device("bf16", "int4", gpu, False)
+    Quantized("int8_dynamic", "bf16").check_device(gpu, [Compiled()])
+    Quantized("int4", "bf16").check_device(gpu, [])
     assert "rollouts may be slower than in bf16" in caplog.text
 
 

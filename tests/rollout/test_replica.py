@@ -12,6 +12,7 @@ from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import EngineError, check_settings
+from flowgrpo_rc.rollout.options.merged_lora import MergedLora, RoundedLora
 from flowgrpo_rc.rollout.replica import Replica
 
 
@@ -42,7 +43,7 @@ def test_a_merged_lora_gives_the_outputs_of_a_separate_one(trained_lm, dtype, to
     state = updated(trained_lm)
     at_first, synced = [], []
     for merge in (False, True):
-        replica = Replica(trained_lm.network, dtype, merge_lora=merge)
+        replica = Replica(trained_lm.network, dtype, [MergedLora()] if merge else [])
         at_first.append(replica.network(tokens).logits.float())
         replica.sync(state)
         synced.append(replica.network(tokens).logits.float())
@@ -57,7 +58,7 @@ def test_a_rounded_lora_stays_apart_and_follows_in_the_rollouts_precision(traine
     for parameter in network.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
-    replica = Replica(network, "bf16", merge_lora="rounded")
+    replica = Replica(network, "bf16", [RoundedLora()])
     state = updated(trained_lm)
     replica.sync(state)
     for name, tensor in state.items():
@@ -73,7 +74,7 @@ def test_a_rounded_lora_stays_apart_and_follows_in_the_rollouts_precision(traine
 
 def test_merging_leaves_the_trainers_weights_alone_and_adds_nothing_up(trained_lm):
     before = {name: p.clone() for name, p in trained_lm.network.named_parameters()}
-    replica = Replica(trained_lm.network, "fp32", merge_lora=True)
+    replica = Replica(trained_lm.network, "fp32", [MergedLora()])
     tokens = torch.arange(1, 9).reshape(2, 4)
     state = updated(trained_lm)
     replica.sync(state)

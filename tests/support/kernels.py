@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo_rc.rollout.quantization import check_int8_products
+from flowgrpo_rc.rollout.options.quantized import check_int8_products
 
 # Elsewhere torch multiplies bf16 with other kernels, whose noise is too small or has other tails.
 needs_bf16_kernels = pytest.mark.skipif(

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.lora.request import LoRARequest
 
-from flowgrpo_rc.rollout.quantization import count_quantized
+from flowgrpo_rc.rollout.options.quantized import count_quantized
 
 Pair = tuple[Tensor, Tensor]
 

@@ -94,8 +94,8 @@ class EngineSource(RolloutSource):
             blocks.append(chunk.blocks)
         rewards = partial(collect_rewards, self.rewards, handles, self.processes, grouped=True)
         metrics = self.engine.take_metrics()
-        if self.config.cache.every > 1:
-            saved, evaluations = torch.tensor(blocks, dtype=torch.float64).sum(0)
+        saved, evaluations = torch.tensor(blocks, dtype=torch.float64).sum(0)
+        if evaluations:  # some blocks could have been skipped
             metrics.ratio("rollout/saved_blocks_fraction", saved, evaluations)
         early = None if handles[0].members else partial(self.rewards.first, handles)
         collected = Collected(concat(batches), rewards, Shown.join(shown), metrics, early)

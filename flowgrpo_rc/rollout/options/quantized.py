@@ -4,46 +4,82 @@ Only linear layers inside the repeated blocks are quantized, including those tha
 LoRA itself, norms, embedders and the last projection keep the replica's precision.
 """
 
+from __future__ import annotations
+
 import logging
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_rc.models.quantization import check_layers, quantized_layers
+from flowgrpo_rc.models.quantization import check_layers, precision, quantized_layers
+from flowgrpo_rc.rollout.options.compiled import Compiled
+from flowgrpo_rc.rollout.options.option import Need, RolloutOption
+
+if TYPE_CHECKING:
+    from torchao.core.config import AOBaseConfig
+
+    from flowgrpo_rc.rollout.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-# The values of `rollout.quantization` that a replica offers, each with the package that it needs.
-# int8 and fp8 (e4m3) have one scale for each row of a weight, int4 one for 32 weights of a row.
-# int8_dynamic is int8 and quantizes the layer's inputs as well, with one scale for each token. All
-# but int8_dynamic multiply in the replica's precision.
-PACKAGES = dict.fromkeys(("int8", "int4", "fp8", "int8_dynamic"), "torchao")
+# The values of `rollout.quantization`. int8 and fp8 (e4m3) have one scale for each row of a weight,
+# int4 one for 32 weights of a row. int8_dynamic is int8 and quantizes the layer's inputs as well,
+# with one scale for each token. All but int8_dynamic multiply in the replica's precision.
+NAMES = ("int8", "int4", "fp8", "int8_dynamic")
 INT4_GROUP = 32
 
 
-def check_device(
-    dtype: str, quantization: str | None, device: torch.device, compiles: bool
-) -> None:
-    """Refuses a quantization that cannot run on a device or is of no use; warns of a slow one."""
-    if quantization == "int8_dynamic":
-        check_int8_products(device)
-    on_gpu = device.type == "cuda"
-    if quantization == "int4" and on_gpu:
-        if dtype != "bf16":
-            raise ValueError(
-                f"rollout.quantization=int4 on a GPU needs rollout.dtype=bf16, not {dtype}"
+@dataclass(frozen=True)
+class Quantized(RolloutOption):
+    """Rounds the frozen weights of the blocks to few bits, on top of a precision `dtype`."""
+
+    name: str
+    dtype: str
+
+    needs = frozenset({Need.PLAIN_WEIGHTS})
+    removes = frozenset({Need.PLAIN_WEIGHTS})
+    packages = ("torchao",)
+    shares_weights = False
+
+    @property
+    def setting(self) -> str:
+        """Returns the setting that chose it."""
+        return f"rollout.quantization={self.name}"
+
+    def wrap(self, replica: Replica) -> None:
+        """Quantizes the blocks of the copy."""
+        quantize(replica.network, self.name)
+        replica.precision = precision(self.dtype, self.name)
+
+    def check_network(self, network: nn.Module) -> None:
+        """Raises ValueError for a layer whose shape does not allow it."""
+        check_shapes(network, self.name)
+
+    def check_device(self, device: torch.device, others: Sequence[RolloutOption]) -> None:
+        """Refuses what cannot run on a device, or is of no use there; warns of what is slow."""
+        if self.name == "int8_dynamic":
+            check_int8_products(device)
+        if device.type != "cuda":
+            return
+        if self.name == "int4":
+            if self.dtype != "bf16":
+                raise ValueError(
+                    f"{self.setting} on a GPU needs rollout.dtype=bf16, not {self.dtype}"
+                )
+            logger.warning(
+                "rollout.quantization=int4: its kernel on a GPU is made for few rows, so that "
+                "rollouts may be slower than in bf16; it saves memory"
             )
-        logger.warning(
-            "rollout.quantization=int4: its kernel on a GPU is made for few rows, so that rollouts "
-            "may be slower than in bf16; it saves memory"
-        )
-    if quantization == "int8_dynamic" and on_gpu and not compiles:
-        # torchao.kernel.intmm looks at the text of each input.
-        raise ValueError(
-            "rollout.quantization=int8_dynamic on a GPU needs rollout.compile=true: without it "
-            "torchao copies the input of every layer to the host and formats it as text"
-        )
+        compiles = any(isinstance(option, Compiled) for option in others)
+        if self.name == "int8_dynamic" and not compiles:
+            # torchao.kernel.intmm looks at the text of each input.
+            raise ValueError(
+                f"{self.setting} on a GPU needs rollout.compile=true: without it torchao copies "
+                "the input of every layer to the host and formats it as text"
+            )
 
 
 def check_int8_products(device: torch.device) -> None:
@@ -103,7 +139,7 @@ def count_quantized(network: nn.Module) -> tuple[int, int]:
     return sum(any(map(is_quantized, weights)) for weights in layers), len(layers)
 
 
-def _torchao_config(name: str, device: torch.device) -> Any:
+def _torchao_config(name: str, device: torch.device) -> AOBaseConfig:
     from torchao import quantization as ao
 
     kinds = {

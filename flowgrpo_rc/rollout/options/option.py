@@ -1,0 +1,79 @@
+"""What every option of the rollout says of itself, and what it does to the copy that samples."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from flowgrpo_rc.batch import SamplerSpec
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.rollout.replica import Replica
+
+
+class Need(Enum):
+    """What an option may need of a run; the value completes the sentence that refuses it."""
+
+    IMAGES = "samples that are images"
+    NETWORK = "a copy of the trainer's network"
+    WHOLE_WEIGHTS = "the trainer's whole weights on each process"
+    PLAIN_WEIGHTS = "frozen weights that nothing has rounded"
+    SHARED_WINDOW = "the same window for all samples of a prompt"
+    TRAINER_PROCESS = "samples of the trainer's own process"
+    FRESH_WEIGHTS = "samples of the weights that are trained"
+    NEW_SAMPLES = "samples that the run draws"
+    UNSAVED_SAMPLES = "samples that are not saved"
+    ONE_POOL = "all samples of a step at once"
+    WHOLE_GROUPS = "groups that keep what is rejected"
+    SINGLE_SCORES = "rewards that score each sample alone"
+
+
+class RolloutOption(ABC):
+    """A way to sample that settings choose.
+
+    Attributes:
+      needs: what a run must give it.
+      removes: what a run with it cannot give other options.
+      in_engine: whether the engine applies it, which must then list it in `RolloutEngine.options`.
+      packages: what has to be installed, an extra of this project.
+      shares_weights: whether a copy in the trainer's precision may hold the trainer's own tensors.
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    removes: ClassVar[frozenset[Need]] = frozenset()
+    in_engine: ClassVar[bool] = True
+    packages: ClassVar[Sequence[str]] = ()
+    shares_weights: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def setting(self) -> str:
+        """Returns the setting that chose it, `key=value`."""
+
+    def spec(self, spec: SamplerSpec) -> SamplerSpec:
+        """Returns the settings of a sampler with this option."""
+        return spec
+
+    def wrap(self, replica: Replica) -> None:  # noqa: B027 - some change the noise alone
+        """Changes the copy that samples."""
+
+    def check_network(self, network: nn.Module) -> None:  # noqa: B027 - most suit all
+        """Raises ValueError if it does not suit a network, which may hold no weights."""
+
+    def check_device(  # noqa: B027 - most run everywhere
+        self, device: torch.device, others: Sequence[RolloutOption]
+    ) -> None:
+        """Raises ValueError if it cannot run on a device beside the `others`."""
+
+    def rounding_explains(self, training_dtype: str) -> bool:
+        """Returns whether rounding explains all of the mismatch that it adds."""
+        return True
+
+    def note(self, spec: SamplerSpec, evaluations: int, network: nn.Module) -> str | None:
+        """Returns what a user should know of it; a sample has so many `evaluations`."""
+        return None
