@@ -14,7 +14,7 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
-from flowgrpo_rc.rollout.image_chunk import image_chunk
+from flowgrpo_rc.rollout.image_chunk import SampledImages, image_chunk
 from flowgrpo_rc.rollout.options.cached_blocks import CachedBlocks
 from flowgrpo_rc.rollout.options.compiled import Compiled
 from flowgrpo_rc.rollout.options.option import RolloutOption
@@ -73,17 +73,15 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
                 group=prompt_index,
                 keep_means=request.keep_means,
             )
-            yield image_chunk(
-                model,
-                request,
-                rows,
-                trajectory,
-                conditioning,
-                negative,
+            sampled = SampledImages(
+                trajectory=trajectory,
+                conditioning=conditioning,
+                negative=negative,
                 spec=replace(self._replica.spec(spec), cached_steps=cached_steps),
                 version=self.version,
                 blocks=(cache.skipped, cache.evaluations) if cache else (0, 0),
             )
+            yield image_chunk(model, request, rows, sampled)
 
     def _encode(self, request: ImageRequest) -> tuple[Conditioning, Conditioning | None]:
         """Encodes the prompts once for all requests of a step, which may be one for each chunk."""

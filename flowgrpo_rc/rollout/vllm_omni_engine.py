@@ -23,7 +23,7 @@ from flowgrpo_rc.rollout.engine import (
     RolloutChunk,
     RolloutEngine,
 )
-from flowgrpo_rc.rollout.image_chunk import image_chunk
+from flowgrpo_rc.rollout.image_chunk import SampledImages, image_chunk
 from flowgrpo_rc.rollout.vllm_omni.channel import Message, fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
 
@@ -181,16 +181,14 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
                 break
             rows = range(start, start + reply.fields["count"])
             if start >= first:
-                yield image_chunk(
-                    self._model,
-                    request,
-                    rows,
-                    _trajectory(reply.tensors, device),
-                    conditioning,
-                    negative,
+                sampled = SampledImages(
+                    trajectory=_trajectory(reply.tensors, device),
+                    conditioning=conditioning,
+                    negative=negative,
                     spec=SamplerSpec(**reply.fields["spec"]),
                     version=self.version,
                 )
+                yield image_chunk(self._model, request, rows, sampled)
             start = rows.stop
 
     def lora_shapes(self) -> Mapping[str, torch.Size]:

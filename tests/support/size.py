@@ -15,6 +15,9 @@ KINDS = ("code", "docstring", "comment", "blank")
 OTHER_SOURCE = {".yaml", ".jinja", ".j2", ".html", ".css", ".js", ".sh"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 VENDORED = "flowgrpo_rc/report/uplot/"
+# They say what happened to a value, not what it is.
+VAGUE = {"found", "own", "given", "one", "told", "asked", "each", "parts", "kept", "here"}
+MANY = 7  # parameters of a function that has too many
 
 
 def count(path: Path) -> Counter[str]:
@@ -30,6 +33,27 @@ def count(path: Path) -> Counter[str]:
                 first, last = node.body[0].lineno, node.body[0].end_lineno
                 kinds[first - 1 : last] = ["docstring"] * (last - first + 1)
     return Counter(kinds)
+
+
+def habits(path: Path) -> Counter[str]:
+    """Counts what makes code slow to read: errors, untyped and vague names, many parameters."""
+    counts: Counter[str] = Counter()
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = ""
+        if isinstance(node, ast.Raise):
+            counts["raise"] += 1
+        elif isinstance(node, ast.Name):
+            counts["Any"] += node.id == "Any"
+            name = node.id if isinstance(node.ctx, ast.Store) else ""
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.arguments):
+            parameters = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            named = [p for p in parameters if p.arg not in ("self", "cls")]
+            counts["many"] += len(named) >= MANY
+        counts["bindings"] += bool(name)
+        counts["vague"] += name in VAGUE
+    return counts
 
 
 def num_words(page: str) -> int:
@@ -60,11 +84,30 @@ def print_rooms(top: str, files: list[Path]) -> None:
     print()
 
 
+def print_habits(files: list[Path]) -> None:
+    code = [path for path in files if path.is_relative_to("flowgrpo_rc") and path.suffix == ".py"]
+    total = sum((habits(path) for path in code), Counter())
+    lines = sum(len(path.read_text().splitlines()) for path in code)
+    print(f"flowgrpo_rc, lines of Python: {lines}")
+    for name in ("raise", "Any"):
+        print(f"{name}: {total[name]}, {1000 * total[name] / lines:.1f} in 1,000 lines")
+    print(f"functions of {MANY} parameters and more: {total['many']}")
+    print(f"vague names: {total['vague'] / total['bindings']:.1%} of {total['bindings']} bindings")
+
+
 def main() -> None:
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout
     files = [path for path in map(Path, listed.splitlines()) if path.is_file()]
     for top in ("flowgrpo_rc", "tests"):
         print_rooms(top, files)
+    print_habits(files)
+    for top in ("tests", "examples"):
+        lines = sum(
+            len(path.read_text().splitlines())
+            for path in files
+            if path.is_relative_to(top) and path.suffix == ".py"
+        )
+        print(f"{top}, lines of Python: {lines}")
     docs = [path for path in files if path.match("docs/*.md")]
     read = [*docs, Path("README.md"), *(path for path in files if path.match("examples/*.md"))]
     words = sum(num_words(path.read_text()) for path in read)
