@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 import torch
@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import Spec
 from flowgrpo_rc.distributed.numerics import rounds_to_tf32
 from flowgrpo_rc.models.base import DTYPES
-from flowgrpo_rc.models.block_cache import BlockCache
 from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.models.quantization import precision
 from flowgrpo_rc.rollout.engine import R, RolloutEngine
 from flowgrpo_rc.rollout.options.merged_lora import MergedLora, RoundedLora
-from flowgrpo_rc.rollout.options.option import RolloutOption
+from flowgrpo_rc.rollout.options.option import RolloutOption, SamplingNetwork
 from flowgrpo_rc.rollout.options.quantized import Quantized, plain_layers
 
 S = TypeVar("S", bound=Spec)
 
 
-class Replica:
+class Replica(SamplingNetwork):
     """A copy of a LoRA-wrapped network in another precision, which follows the trainer's LoRA.
 
     * In the training weights' own precision the copy shares their frozen tensors.
@@ -33,15 +32,6 @@ class Replica:
       another way, with other bits, even where no gradient is recorded.
     * Buffers that a checkpoint does not hold keep their precision, as they do when a model is
       loaded in `dtype`. Rotary frequencies in bf16 would stand for other positions.
-
-    Attributes:
-      network: the copy.
-      trained: the network that it follows.
-      lora: the parameters of its LoRA, by name.
-      dtype: the precision of its plain weights.
-      precision: the same in words, with a quantization.
-      cache: what lets it skip blocks; None if it never does.
-      after_sync: what has to be done when a LoRA has arrived.
     """
 
     def __init__(
@@ -56,13 +46,9 @@ class Replica:
             memo = {id(tensor): _converted(tensor, DTYPES[dtype]) for tensor in stored}
         # The codes of `model.quantization` are the same in each precision.
         memo |= {id(p): p for p in network.parameters() if not p.is_floating_point()}
-        self.trained = network
-        self.network = copy.deepcopy(network, memo=memo).eval()
-        self.lora = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-        self.dtype = DTYPES[dtype]
-        self.precision = precision(dtype, None)
-        self.cache: BlockCache | None = None
-        self.after_sync: list[Callable[[], None]] = []
+        replica = copy.deepcopy(network, memo=memo).eval()
+        lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
+        super().__init__(replica, network, lora, DTYPES[dtype], precision(dtype, None))
         for option in options:
             option.wrap(self)
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.models.block_cache import BlockCache, middle_blocks, saved_share
 from flowgrpo_rc.models.networks import transformers
-from flowgrpo_rc.rollout.options.option import RolloutOption
-
-if TYPE_CHECKING:
-    from flowgrpo_rc.rollout.replica import Replica
+from flowgrpo_rc.rollout.options.option import RolloutOption, SamplingNetwork
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,9 @@ class CachedBlocks(RolloutOption):
         """Returns the settings with the steps to skip at."""
         return replace(spec, cached_steps=self.steps)
 
-    def wrap(self, replica: Replica) -> None:
+    def wrap(self, copy: SamplingNetwork) -> None:
         """Wraps the middle blocks of the copy."""
-        replica.cache = BlockCache(replica.network)
+        copy.cache = BlockCache(copy.network)
 
     def check_network(self, network: nn.Module) -> None:
         """Raises ValueError if a transformer has no middle blocks."""

@@ -5,15 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
 from flowgrpo_rc.models.quantization import repeated_blocks
-from flowgrpo_rc.rollout.options.option import RolloutOption
-
-if TYPE_CHECKING:
-    from flowgrpo_rc.rollout.replica import Replica
+from flowgrpo_rc.rollout.options.option import RolloutOption, SamplingNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +34,9 @@ class Compiled(RolloutOption):
         """Returns the setting that chose it."""
         return "rollout.compile=true"
 
-    def wrap(self, replica: Replica) -> None:
+    def wrap(self, copy: SamplingNetwork) -> None:
         """Has the blocks of the copy compiled."""
-        compile_blocks(replica.network, self.backend or inductor_or_eager)
+        compile_blocks(copy.network, self.backend or inductor_or_eager)
 
 
 def inductor_or_eager(graph: fx.GraphModule, inputs: list[Tensor]) -> Forward:

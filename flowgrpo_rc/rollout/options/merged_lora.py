@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_rc.rollout.options.option import Need, RolloutOption
+from flowgrpo_rc.rollout.options.option import Need, RolloutOption, SamplingNetwork
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
-
-    from flowgrpo_rc.rollout.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,11 @@ class MergedLora(RolloutOption):
         """Returns False where the sum rounds weights that were exact."""
         return training_dtype != "bf16"
 
-    def wrap(self, replica: Replica) -> None:
+    def wrap(self, copy: SamplingNetwork) -> None:
         """Adds the LoRA, and each one that arrives."""
-        merge = partial(_merge, _own_weights(replica))
+        merge = partial(_merge, _own_weights(copy))
         merge()
-        replica.after_sync.append(merge)
+        copy.after_sync.append(merge)
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,10 @@ class RoundedLora(RolloutOption):
         """Returns False where the LoRA beside exact weights is rounded."""
         return training_dtype != "bf16"
 
-    def wrap(self, replica: Replica) -> None:
+    def wrap(self, copy: SamplingNetwork) -> None:
         """Rounds the LoRA."""
-        for parameter in replica.lora.values():
-            parameter.data = parameter.data.to(replica.dtype)
+        for parameter in copy.lora.values():
+            parameter.data = parameter.data.to(copy.dtype)
 
 
 def lora_layers(network: nn.Module) -> list[LoraLayer]:
@@ -72,14 +70,12 @@ def lora_layers(network: nn.Module) -> list[LoraLayer]:
     return [layer for layer in network.modules() if isinstance(layer, LoraLayer)]
 
 
-def _own_weights(replica: Replica) -> list[tuple[LoraLayer, Tensor]]:
+def _own_weights(copy: SamplingNetwork) -> list[tuple[LoraLayer, Tensor]]:
     """Gives layers with a LoRA weights of their own; pairs them with the trainer's weights."""
     from flowgrpo_rc.models.lora_files import ADAPTER
 
     pairs = []
-    for layer, trained in zip(
-        lora_layers(replica.network), lora_layers(replica.trained), strict=True
-    ):
+    for layer, trained in zip(lora_layers(copy.network), lora_layers(copy.trained), strict=True):
         base = layer.get_base_layer()
         base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
         layer.merged_adapters = [ADAPTER]  # from now on peft's forward leaves the LoRA out

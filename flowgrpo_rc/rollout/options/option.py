@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from flowgrpo_rc.batch import SamplerSpec
-
-if TYPE_CHECKING:
-    from flowgrpo_rc.rollout.replica import Replica
+from flowgrpo_rc.models.block_cache import BlockCache
 
 
 class Need(Enum):
@@ -31,6 +30,28 @@ class Need(Enum):
     ONE_POOL = "all samples of a step at once"
     WHOLE_GROUPS = "groups that keep what is rejected"
     SINGLE_SCORES = "rewards that score each sample alone"
+
+
+@dataclass(eq=False)
+class SamplingNetwork:
+    """The copy of a network that samples, which options change.
+
+    network: the copy.
+    trained: the network that it follows.
+    lora: the parameters of its LoRA, by name.
+    dtype: the precision of its plain weights.
+    precision: the same in words, with a quantization.
+    cache: what lets it skip blocks; None if it never does.
+    after_sync: what has to be done when a LoRA has arrived.
+    """
+
+    network: nn.Module
+    trained: nn.Module
+    lora: Mapping[str, nn.Parameter]
+    dtype: torch.dtype
+    precision: str
+    cache: BlockCache | None = None
+    after_sync: list[Callable[[], None]] = field(default_factory=list)
 
 
 class RolloutOption(ABC):
@@ -59,7 +80,7 @@ class RolloutOption(ABC):
         """Returns the settings of a sampler with this option."""
         return spec
 
-    def wrap(self, replica: Replica) -> None:  # noqa: B027 - some change the noise alone
+    def wrap(self, copy: SamplingNetwork) -> None:  # noqa: B027 - some change the noise alone
         """Changes the copy that samples."""
 
     def check_network(self, network: nn.Module) -> None:  # noqa: B027 - most suit all

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.models.quantization import check_layers, precision, quantized_layers
 from flowgrpo_rc.rollout.options.compiled import Compiled
-from flowgrpo_rc.rollout.options.option import Need, RolloutOption
+from flowgrpo_rc.rollout.options.option import Need, RolloutOption, SamplingNetwork
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
-    from flowgrpo_rc.rollout.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +48,10 @@ class Quantized(RolloutOption):
         """Returns the setting that chose it."""
         return f"rollout.quantization={self.name}"
 
-    def wrap(self, replica: Replica) -> None:
+    def wrap(self, copy: SamplingNetwork) -> None:
         """Quantizes the blocks of the copy."""
-        quantize(replica.network, self.name)
-        replica.precision = precision(self.dtype, self.name)
+        quantize(copy.network, self.name)
+        copy.precision = precision(self.dtype, self.name)
 
     def check_network(self, network: nn.Module) -> None:
         """Raises ValueError for a layer whose shape does not allow it."""
