@@ -11,6 +11,7 @@ import torch
 from support.compositions import resolved
 from support.image_rollouts import WINDOWS, make_spec, trained_lora
 from support.kernels import needs_int8_kernels
+from support.marks import slow
 from support.runs import fingerprint
 from support.torchao import needs_torchao
 from torch import nn
@@ -119,7 +120,7 @@ def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
 
 @pytest.mark.kernels
 @needs_torchao
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", slow("fp32"), slow("fp16")])
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_the_rollout_says_its_precision_and_the_mismatch_shows_it(bundled, dtype, name):
     network = trained_lora(bundled)
@@ -158,7 +159,7 @@ class Block(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it loads inductor
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [slow(False), True])
 @torch.no_grad()
 def test_what_does_not_compile_runs_without_it(fails: bool, monkeypatch, caplog) -> None:
     def broken(graph: object, inputs: object) -> None:
