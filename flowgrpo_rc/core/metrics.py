@@ -7,15 +7,15 @@ value, which later metrics are derived from and which no result holds.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
 
+Columns = TypeVar("Columns", bound=tuple[Tensor, ...])
 Derived = Callable[..., float]
-RowFunction = Callable[..., "MetricBag"]
 _FEW = 4096  # elements; a larger tensor is reduced at once, since keeping it would cost memory
 
 
@@ -39,7 +39,7 @@ class MetricBag:
         self._minima: dict[str, list[Tensor]] = {}
         self._derived: dict[str, tuple[tuple[str, ...], Derived]] = {}
         # Prefix and topic -> what is computed of its columns, and the columns of each block.
-        self._rows: dict[tuple[str, str], tuple[RowFunction, list[Mapping[str, Tensor]]]] = {}
+        self._rows: dict[tuple[str, str], tuple[Callable[[Any], MetricBag], list[Any]]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Adds elements to a mean. It is absent from the result if it has no element.
@@ -93,7 +93,9 @@ class MetricBag:
         """
         self._derived[name] = (tuple(needs), function)
 
-    def rows(self, topic: str, function: RowFunction, **columns: Tensor) -> None:
+    def rows(
+        self, topic: str, function: Callable[[Columns], "MetricBag"], columns: Columns
+    ) -> None:
         """Adds a block of rows, one number of each row in a column, to those of a topic.
 
         The metrics of a topic are computed once, from the columns of all its blocks, and do not
@@ -101,8 +103,8 @@ class MetricBag:
 
         Args:
           topic: what the columns are about; every block has the same columns and function.
-          function: computes the metrics; its arguments are the columns of all rows, [B].
-          columns: name of the argument -> number of each row of the block, [b].
+          function: computes the metrics from the columns of all rows, [B].
+          columns: a NamedTuple of the columns of the block, [b].
         """
         self._rows.setdefault(("", topic), (function, []))[1].append(columns)
 
@@ -134,8 +136,8 @@ class MetricBag:
           A new bag.
         """
         bag = MetricBag()
-        for store, own in zip(self._stores(), bag._stores(), strict=True):
-            own.update({new: copy(store[old]) for old, new in names.items() if old in store})
+        for store, picked in zip(self._stores(), bag._stores(), strict=True):
+            picked.update({new: copy(store[old]) for old, new in names.items() if old in store})
         return bag
 
     def replace(self, other: "MetricBag", prefix: str = "") -> None:
@@ -161,9 +163,9 @@ class MetricBag:
           prefix: prepended to its names, with a slash between.
         """
         # References, not copies: the elements are reduced once, in `compute`.
-        for own, store in zip(self._stores()[:-1], other._stores()[:-1], strict=True):
-            for name, values in store.items():
-                own.setdefault(_join(prefix, name), []).extend(values)
+        for ours, theirs in zip(self._stores()[:-1], other._stores()[:-1], strict=True):
+            for name, values in theirs.items():
+                ours.setdefault(_join(prefix, name), []).extend(values)
         for name, (needs, function) in other._derived.items():
             self._derived[_join(prefix, name)] = (
                 tuple(_join(prefix, need) for need in needs),
@@ -202,12 +204,12 @@ class MetricBag:
         maxima = [_all(self._maxima[name]).amax() for name in upper]
         maxima += [-_all(self._minima[name]).amin() for name in lower]
         # One tensor and one transfer for all sums, one for all extrema.
-        parts = []
+        reduced = []
         if sums:
-            parts.append(all_reduce_sum(torch.stack([value.to(device) for value in sums])))
+            reduced.append(all_reduce_sum(torch.stack([value.to(device) for value in sums])))
         if maxima:
-            parts.append(all_reduce_max(torch.stack([value.to(device) for value in maxima])))
-        flat = iter(torch.cat(parts).tolist() if parts else [])
+            reduced.append(all_reduce_max(torch.stack([value.to(device) for value in maxima])))
+        flat = iter(torch.cat(reduced).tolist() if reduced else [])
         total = {name: next(flat) for name in summed}
         count = {name: next(flat) for name in counted}
         highest = {name: next(flat) for name in upper}
@@ -229,10 +231,11 @@ class MetricBag:
         }
 
     def _compute_rows(self) -> None:
-        rows, self._rows = self._rows, {}
+        rows = self._rows
+        self._rows = {}
         for (prefix, _), (function, blocks) in rows.items():
-            columns = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
-            self.merge(function(**columns), prefix)
+            columns = type(blocks[0])._make(map(torch.cat, zip(*blocks, strict=True)))
+            self.merge(function(columns), prefix)
 
     def _stores(self) -> tuple[dict[str, Any], ...]:
         return self._sums, self._counts, self._maxima, self._minima, self._derived

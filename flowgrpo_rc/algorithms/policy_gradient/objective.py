@@ -107,7 +107,7 @@ class Objective(ABC):
                 allowed=allowed,
                 step_kl=None if gaussian is None else gaussian.kl,
                 num_elements=batch.num_elements,
-                normalise=False,
+                all_reduce=None,
             )
             metrics.merge(found.metrics, "rollout_corr")
             keep_mask = keep_mask & found.mask

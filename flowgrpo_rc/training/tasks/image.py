@@ -55,13 +55,10 @@ class ImageTask(Task):
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
         """Asks for `rollout.n` samples of each prompt, with the windows that are drawn for them."""
         config = self.config
-        size, first, last = config.window_at(prompts.step)
         window = draw_windows(
             prompts.slots,
             config.n,
-            size=size,
-            first=first,
-            last=last,
+            window=config.window_at(prompts.step),
             sharing=config.algo.window_sharing,
             seed=self.seed,
             step=prompts.step,
