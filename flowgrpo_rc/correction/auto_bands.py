@@ -26,7 +26,7 @@ from flowgrpo_rc.correction.rejection import inside, statistic
 from flowgrpo_rc.correction.thresholds import Band
 
 # The least standard deviation. fp32 sums in another order differ by 1e-8.
-FLOOR = 1e-6
+LEAST_SPREAD = 1e-6
 
 
 class Scale(NamedTuple):
@@ -248,5 +248,5 @@ def robust(values: Tensor, band: Band) -> Scale:
     # A tensor, not a bool: the host would wait for the device at every step.
     warm = torch.isfinite(values).sum() >= WARM_UP
     centre = torch.where(warm, median, 0.0)
-    spread = torch.where(warm, (ROBUST * deviation).clamp(min=FLOOR), math.inf)
+    spread = torch.where(warm, (ROBUST * deviation).clamp(min=LEAST_SPREAD), math.inf)
     return Scale(centre, spread)

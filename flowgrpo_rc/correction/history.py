@@ -58,8 +58,8 @@ class History:
         """
         newest, enough = MEMORY
         # Every process holds the rows of all, so their bands agree without a further exchange.
-        steps = gather(torch.cat([one.steps for one in self._seen]))
-        values = gather(torch.cat([one.values for one in self._seen]))
+        steps = gather(torch.cat([seen.steps for seen in self._seen]))
+        values = gather(torch.cat([seen.values for seen in self._seen]))
         self._past.append(Iteration(steps, values))
         held = sum(len(iteration.values) for iteration in self._past)
         while len(self._past) > newest and held - len(self._past[0].values) >= enough:
@@ -72,16 +72,16 @@ class History:
         It is nan for an observation of another step, and the last one always is: `nanquantile`
         needs an element.
         """
-        here = [torch.where(one.steps == step, one.values, torch.nan) for one in self._past]
-        return torch.cat([*here, self._none.new_full((1,), torch.nan)])
+        values = [torch.where(past.steps == step, past.values, torch.nan) for past in self._past]
+        return torch.cat([*values, self._none.new_full((1,), torch.nan)])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Returns the observations for a checkpoint, under names that begin with `name`."""
         sizes = [len(iteration.values) for iteration in self._past]
         return {
             f"{name}.sizes": torch.tensor(sizes, dtype=torch.int64),
-            f"{name}.steps": torch.cat([*(one.steps for one in self._past), self._none.long()]),
-            f"{name}.values": torch.cat([*(one.values for one in self._past), self._none]),
+            f"{name}.steps": torch.cat([*(past.steps for past in self._past), self._none.long()]),
+            f"{name}.values": torch.cat([*(past.values for past in self._past), self._none]),
         }
 
     def load(self, tensors: Mapping[str, Tensor], name: str) -> None:

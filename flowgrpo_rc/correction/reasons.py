@@ -51,9 +51,9 @@ def reasons(
         step_mask.unsqueeze(0),
         None if step_kl is None else step_kl.unsqueeze(0),
     )
-    found = list(_fixed(ratios, rules))
-    if found:
-        return found
+    fixed = list(_fixed(ratios, rules))
+    if fixed:
+        return fixed
     return [Reason(band.name, _shown(band, _worst(ratios, band))) for band in rules.auto]
 
 
