@@ -42,12 +42,9 @@ class MetricBag:
         self._rows: dict[tuple[str, str], tuple[Callable[[Any], MetricBag], list[Any]]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds elements to a mean. It is absent from the result if it has no element.
+        """Adds elements, those where `mask` (bool, of their shape) holds, to a mean.
 
-        Args:
-          name: name of the metric.
-          values: the elements, of any shape.
-          mask: bool, of the same shape; the elements that count. None for all.
+        A metric without any element is absent from the result.
         """
         values = values.detach()
         if mask is None:
@@ -57,14 +54,7 @@ class MetricBag:
             self.ratio(name, select(values, mask), mask)
 
     def ratio(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Adds a sum and a count to a mean. It is absent from the result if the count is 0.
-
-        Args:
-          name: name of the metric.
-          total: sum of the elements, or what adds up to it, of any shape.
-          count: number of the elements, or the sum of their weights, or what adds up to it, of any
-            shape.
-        """
+        """Adds a sum and a count, or what adds up to them, to a mean; absent if the count is 0."""
         self._add(self._sums, name, total)
         self._add(self._counts, name, count)
 
@@ -83,13 +73,8 @@ class MetricBag:
     def derive(self, name: str, needs: Sequence[str], function: Derived) -> None:
         """Defines a metric that follows from others after their reduction.
 
-        A standard deviation, for example, follows from the means of x and of x^2. The metric is
-        absent if one of those that it needs is.
-
-        Args:
-          name: name of the metric.
-          needs: names of the metrics that it follows from.
-          function: takes their values, in order, and returns the metric.
+        A standard deviation, for example, follows from the means of x and of x^2. `function` takes
+        the values of `needs`, in order. The metric is absent if one of them is.
         """
         self._derived[name] = (tuple(needs), function)
 
@@ -109,12 +94,7 @@ class MetricBag:
         self._rows.setdefault(("", topic), (function, []))[1].append(columns)
 
     def rename(self, names: Mapping[str, str], *, keep: bool) -> None:
-        """Gives metrics other names.
-
-        Args:
-          names: old name -> new name; old names that are not here are ignored.
-          keep: keep the old name as well.
-        """
+        """Gives metrics other names, old -> new; with `keep` they keep the old ones as well."""
         self._compute_rows()
         for store in self._stores():
             for old, new in names.items():
@@ -127,26 +107,14 @@ class MetricBag:
             }
 
     def pick(self, names: Mapping[str, str]) -> "MetricBag":
-        """Returns some of the metrics under new names; those of rows are not among them.
-
-        Args:
-          names: old name -> new name; old names that are not here are ignored.
-
-        Returns:
-          A new bag.
-        """
+        """Returns some of the metrics, without those of rows, under new names: old -> new."""
         bag = MetricBag()
         for store, picked in zip(self._stores(), bag._stores(), strict=True):
             picked.update({new: copy(store[old]) for old, new in names.items() if old in store})
         return bag
 
     def replace(self, other: "MetricBag", prefix: str = "") -> None:
-        """Takes in another bag in place of the metrics here that have the same names.
-
-        Args:
-          other: the bag to take in.
-          prefix: prepended to its names, with a slash between.
-        """
+        """Takes in another bag, as `merge` does, in place of metrics that have the same names."""
         self._compute_rows()
         other._compute_rows()
         taken = {_join(prefix, name) for store in other._stores() for name in store}
@@ -156,12 +124,7 @@ class MetricBag:
         self.merge(other, prefix)
 
     def merge(self, other: "MetricBag", prefix: str = "") -> None:
-        """Takes in another bag, as if its elements had been added here.
-
-        Args:
-          other: the bag to take in.
-          prefix: prepended to its names, with a slash between.
-        """
+        """Takes in another bag, as if its elements had been added here; `prefix/` goes before."""
         # References, not copies: the elements are reduced once, in `compute`.
         for ours, theirs in zip(self._stores()[:-1], other._stores()[:-1], strict=True):
             for name, values in theirs.items():

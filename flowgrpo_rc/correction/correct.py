@@ -146,18 +146,7 @@ class Corrector:
     ) -> tuple[B, MetricBag]:
         """Corrects a batch by its old log-probs, once per global batch (decoupled mode).
 
-        Args:
-          batch: samples with rollout and old log-probs.
-          step_kl: exact KL between rollout's and old policy's steps, [B, T].
-          all_reduce: adds up a tensor over processes.
-
-        Returns:
-          The batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask` (that
-          of the batch, narrowed further), and metrics, names without prefix.
-
-        Raises:
-          ValueError: if the batch lacks old or rollout log-probs, or `step_kl` is needed and
-            missing.
+        See `api.apply_rollout_correction_to_batch`.
         """
         rollout_log_probs = require_rollout_log_probs(batch)
         if batch.old_log_probs is None:
@@ -214,14 +203,9 @@ class Corrector:
 
 
 def normalisation(total: Tensor, count: Tensor) -> Tensor:
-    """Computes the mean weight that batch normalisation divides by.
+    """Computes the mean weight that batch normalisation divides by: total / count, float64 scalars.
 
-    Args:
-      total: sum of the weights, float64 scalar.
-      count: number of the weights, float64 scalar.
-
-    Returns:
-      total / count, float64 scalar; 1 where all weights are 0, as in verl.
+    It is 1 where all weights are 0, as in verl.
     """
     # The weights of all micro-batches and processes, divided once.
     mean = total / count.clamp(min=1)

@@ -31,31 +31,21 @@ class History:
     """The observations of one quantity over the newest iterations, the same on all processes."""
 
     def __init__(self, device: torch.device) -> None:
-        """Starts without observations.
-
-        Args:
-          device: where the observations are kept.
-        """
+        """Starts without observations, which are kept on a device."""
         self._none = torch.zeros(0, dtype=torch.float64, device=device)
         self._seen: list[Iteration] = []
         self._past: deque[Iteration] = deque()
 
     def add(self, steps: Tensor, values: Tensor) -> None:
-        """Notes observations of this process in this iteration.
+        """Notes observations of this process in this iteration, float64 [b, t], nan for none.
 
-        Args:
-          steps: the step of the schedule that each belongs to, int64, [b, t].
-          values: the observations, float64, [b, t]; nan where there is none.
+        `steps`, int64 [b, t], are those of the schedule that they belong to.
         """
         # References: a tensor that is noted is not copied, and must not change any more.
         self._seen.append(Iteration(steps.flatten(), values.flatten()))
 
     def finish(self, gather: Gather) -> None:
-        """Ends an iteration: takes in what all processes have seen, and forgets what is too old.
-
-        Args:
-          gather: joins the rows of all processes.
-        """
+        """Ends an iteration: takes in the rows of all processes, and forgets what is too old."""
         newest, enough = MEMORY
         # Every process holds the rows of all, so their bands agree without a further exchange.
         steps = gather(torch.cat([seen.steps for seen in self._seen]))

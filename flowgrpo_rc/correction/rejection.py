@@ -53,20 +53,10 @@ def statistic(ratios: LogRatios, band: Band) -> Tensor:
 def judge(
     metrics: MetricBag, ratios: LogRatios, weights: Weights, rules: Rules, allowed: Tensor | None
 ) -> Tensor:
-    """Decides which steps of a block of rows stay in the loss.
+    """Decides which steps of a block of rows stay in the loss: bool, [b, T].
 
-    A step stays if it is finite, if an earlier decision allows it, and if every criterion, the
-    weight under `mask`, and the veto let it pass.
-
-    Args:
-      metrics: takes in the metrics of the decisions.
-      ratios: log-ratios of the block.
-      weights: their importance weights.
-      rules: what to apply.
-      allowed: bool, the steps that an earlier decision keeps, [b, T]; None for everything.
-
-    Returns:
-      The steps that stay, bool, [b, T].
+    A step stays if it is finite, if an earlier decision (`allowed`, bool [b, T]) keeps it, and if
+    every criterion, the weight under `mask`, and the veto let it pass.
     """
     keep_mask = ratios.finite_mask if allowed is None else ratios.finite_mask & allowed
     for band in rules.bands:
@@ -84,18 +74,10 @@ def judge(
 
 
 def inside(metrics: MetricBag, ratios: LogRatios, band: Band, value: Tensor) -> Tensor:
-    """Decides which statistics lie inside a band: lower <= value <= upper.
+    """Decides which statistics, of steps [b, T] or of sequences [b, 1], lie inside a band.
 
-    A sequence with a step that is not finite fails every band of sequences.
-
-    Args:
-      metrics: takes in the metrics of the criterion.
-      ratios: log-ratios of a block of rows.
-      band: the criterion.
-      value: its statistic, of steps, [b, T], or of sequences, [b, 1]; 0 where there is none.
-
-    Returns:
-      Where the statistic is inside, bool of its shape.
+    A sequence with a step that is not finite fails every band of sequences. `value` is 0 where
+    there is no statistic; `metrics` takes in the metrics of the criterion.
     """
     units = ratios.unit_mask(value)
     high = value > band.upper

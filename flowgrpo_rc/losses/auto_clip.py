@@ -40,12 +40,7 @@ def parse_auto(key: str, value: object) -> float | None:
 
 
 def bounded_option(loss: DiffusionLoss, convention: str) -> str | None:
-    """Returns the option that "auto:k" can follow: the loss says what it bounds by it.
-
-    Args:
-      loss: the loss of denoising steps.
-      convention: of the log-probs, `gaussian` or `peers`.
-    """
+    """Returns the option that "auto:k" can follow: the loss says what it bounds by it."""
     # Any numbers do: only the name of the option is read.
     one = torch.ones(1, 1, dtype=torch.float64)
     steps = GaussianSteps(one, -one, one if loss.needs_means else None)

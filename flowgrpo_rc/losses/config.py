@@ -168,12 +168,7 @@ class LossConfig:
 def with_options(section: Mapping[str, Any], config: type) -> dict[str, Any]:
     """Moves the keys of a section that are no fields of `config` into its `options`.
 
-    Args:
-      section: the section as a user writes it, such as {"loss_mode": "my.Loss", "width": 0.1}.
-      config: DiffusionLossConfig or TokenLossConfig.
-
-    Returns:
-      The section in the form of `config`, {"loss_mode": "my.Loss", "options": {"width": 0.1}}.
+    {"loss_mode": "my.Loss", "width": 0.1} -> {"loss_mode": "my.Loss", "options": {"width": 0.1}}.
     """
     known = {item.name for item in fields(config)}
     moved = {name: value for name, value in section.items() if name in known}

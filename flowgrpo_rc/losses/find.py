@@ -20,18 +20,11 @@ class LossSection(Protocol):
 
 
 def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str]) -> Any:
-    """Builds the loss class that a section names.
+    """Builds the loss class that a section names, a subclass of `base`; `key` is the section's.
 
-    Args:
-      key: the section's key, for messages.
-      section: the settings.
-      base: ImageLoss or TokenLoss.
-      shared: fields of the section that are options of some losses. A loss gets those that its
-        constructor has.
-
-    Raises:
-      ValueError: for an unknown loss, and for an option that the loss does not have, misses or
-        refuses.
+    `shared` are fields of the section that are options of some losses. A loss gets those that its
+    constructor has. ValueError for an unknown loss, and for an option that the loss does not have,
+    misses or refuses.
     """
     cls = find_class(key, section.loss_mode, base)
     names = option_names(cls)
@@ -74,12 +67,7 @@ def check_effects(
 ) -> None:
     """Raises ValueError for a setting without effect.
 
-    Args:
-      key: the section's key, for messages.
-      section: the settings.
-      base: ImageLoss or TokenLoss.
-      shared: fields of the section that are options of some losses.
-      read: those of them that the section's loss has.
+    Of the `shared` fields, as in `make_loss`, the section's loss has those in `read`.
     """
     for name in shared:
         value = vars(section)[name]

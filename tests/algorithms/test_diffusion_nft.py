@@ -1,7 +1,5 @@
 """Training on finished samples: the gradient, and the old policy that follows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoupled mode without a recompute: forwards of the first mini-batch give old log-probs."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

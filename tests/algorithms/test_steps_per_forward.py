@@ -1,7 +1,5 @@
 """`actor.steps_per_forward`: several SDE steps in one forward change nothing but the time."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,14 +1,11 @@
 """Velocities at finished samples with noise added; what the noise depends on."""
 
-from __future__ import annotations
-
 import torch
 from support.image_rollouts import make_spec, sample_images, trained_lora
 
 from flowgrpo_rc.algorithms.diffusion_nft.graph import VelocityGraph
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.random import derive_seed, generator
-from flowgrpo_rc.core.schedule import draw_times
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 
@@ -59,12 +56,3 @@ def test_a_samples_noise_depends_neither_on_its_place_nor_on_what_is_evaluated_w
     assert torch.equal(policy.evaluate(whole).target[2:], policy.evaluate(part).target)
     one = whole.rows(2, 3).steps(1, 2)
     assert torch.equal(policy.evaluate(one).target[0, 0], policy.evaluate(whole).target[2, 1])
-
-
-def test_the_levels_of_a_sample_are_different_and_all_occur() -> None:
-    times = draw_times(range(60), 5, 3)
-    assert times.shape == (60, 3)
-    assert all(len(set(row)) == 3 for row in times.tolist())
-    assert torch.bincount(times.flatten(), minlength=5).min() > 20
-    assert torch.equal(draw_times(range(60), 5, None)[:, :3], times)
-    assert sorted(draw_times([7], 5, None)[0].tolist()) == [0, 1, 2, 3, 4]

@@ -1,7 +1,5 @@
 """`bypass_level=window`: criteria and weights of sequences see the whole window in bypass mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.builders import loss_config

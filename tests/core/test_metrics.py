@@ -1,7 +1,5 @@
 """MetricBag: what it computes, merges and renames, and how it adds up over processes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -76,36 +74,6 @@ def test_an_empty_mask_leaves_the_metric_out():
     assert bag.compute()["min"] == 3.0
 
 
-def test_a_tensor_without_elements_leaves_the_metric_out():
-    bag = MetricBag()
-    bag.mean("mean", torch.zeros(0))
-    bag.max("max", torch.zeros(0, 3))
-    bag.min("min", torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool))
-    assert bag.compute() == MetricBag().compute() == {}
-    bag.max("max", torch.tensor(2.0))
-    assert bag.compute() == {"max": 2.0}
-
-
-def test_nothing_of_the_graph_is_kept():
-    values = VALUES.clone().requires_grad_()
-    bag = filled(values * 2, SOME)
-    stores = (bag._sums, bag._counts, bag._maxima, bag._minima)
-    kept = [value for store in stores for values in store.values() for value in values]
-    assert kept
-    assert not any(value.requires_grad for value in kept)
-
-
-def test_a_large_tensor_is_not_kept():
-    bag = MetricBag()
-    values = torch.arange(10_000, dtype=torch.float32)
-    bag.mean("mean", values, values >= 0)
-    bag.max("max", values)
-    bag.sum("sum", values)
-    stores = (bag._sums, bag._counts, bag._maxima)
-    assert {value.numel() for store in stores for kept in store.values() for value in kept} == {1}
-    assert bag.compute() == {"mean": 4999.5, "max": 9999.0, "sum": 49_995_000.0}
-
-
 def test_sums_are_float64():
     bag = MetricBag()
     for _ in range(10):
@@ -166,14 +134,6 @@ def test_one_collective_for_sums_and_one_for_extrema():
 
     filled(VALUES).compute(reduce, reduce)
     assert len(calls) == 2
-
-
-def test_metrics_under_other_names() -> None:
-    bag = MetricBag()
-    bag.mean("a", torch.tensor([1.0, 3.0]))
-    bag.max("b", torch.tensor([5.0]))
-    assert bag.pick({"a": "x", "c": "y"}).compute() == {"x": 2.0}
-    assert bag.compute() == {"a": 2.0, "b": 5.0}
 
 
 def test_replacing_metrics_does_not_add_them_up() -> None:

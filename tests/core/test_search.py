@@ -1,7 +1,5 @@
 """Fitting the size of a fault."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo_rc.core.search import fit

@@ -1,7 +1,5 @@
 """`auto:k`: bands around the running median of the mismatch, for each step and stage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +23,7 @@ from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.correction import history
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.auto_bands import (
-    FLOOR,
+    LEAST_SPREAD,
     WARM_UP,
     AutoBands,
     Gather,
@@ -145,18 +143,6 @@ def test_a_step_is_kept_within_k_deviations(name: str) -> None:
     assert found[f"rollout_rs_{name}_auto_warm_fraction"] == 1
 
 
-def test_each_step_of_the_schedule_has_its_own_scale() -> None:
-    bands = auto_bands("token_k1")
-    batch, training, kl = mismatch(0, 1000)
-    late = batch.replace(step_indices=batch.step_indices + 2)
-    bands.judge(batch, training, kl)
-    bands.judge(late, 10 * training, kl)
-    bands.finish(identity)
-    spread = bands.scale("token_k1").spread.tolist()
-    assert spread[:2] == pytest.approx(STEPS[:2].tolist(), rel=0.1)
-    assert spread[4:] == pytest.approx((10 * STEPS[2:]).tolist(), rel=0.1)
-
-
 # --- What it promises
 
 
@@ -198,8 +184,8 @@ def test_rounding_of_equal_precisions_is_not_rejected() -> None:
     bands.judge(batch, 0 * training, None)
     bands.finish(identity)
     ones = torch.ones_like(training)
-    assert bands.judge(batch, 3.9 * FLOOR * ones, None)[0].rejection_mask.all()
-    assert not bands.judge(batch, 4.1 * FLOOR * ones, None)[0].rejection_mask.any()
+    assert bands.judge(batch, 3.9 * LEAST_SPREAD * ones, None)[0].rejection_mask.all()
+    assert not bands.judge(batch, 4.1 * LEAST_SPREAD * ones, None)[0].rejection_mask.any()
 
 
 def test_a_band_follows_the_newest_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,28 +280,20 @@ def bypass_update(
     return update_of(mode, lr=lr, ppo_epochs=epochs), mode, policy, batch
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_what_updates_usually_move_is_not_rejected(model: FlowModel, epochs: int) -> None:
+def test_what_updates_usually_move_is_not_rejected(model: FlowModel) -> None:
     """The first update moves later ratios far outside a band of 4e-6, but not outside that of the
     second mini-batch. The second epoch keeps the decision of the first.
     """
-    update, mode, policy, batch = bypass_update(model, epochs, history=1e-6, later=1.0)
+    update, mode, policy, batch = bypass_update(model, 2, history=1e-6, later=1.0)
     found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 0
     assert found["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
     assert found["rollout_corr/logprob_abs_diff_max"] > 1e-4
-    assert policy.forwards == 4 * epochs
+    assert policy.forwards == 8
 
 
-def test_what_no_update_moved_before_is_rejected(model: FlowModel) -> None:
-    update, mode, _, batch = bypass_update(model, 1, history=1e-6, later=1e-6)
-    found = iterate(update, mode, batch, 2)
-    assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] > 0
-
-
-@pytest.mark.parametrize("sample_index", [0, 3])
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(("sample_index", "epochs"), [(0, 2), (3, 1)])
 def test_a_planted_error_is_rejected_in_any_mini_batch(
     model: FlowModel, sample_index: int, epochs: int
 ) -> None:

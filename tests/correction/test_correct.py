@@ -1,7 +1,5 @@
 """Importance weights and values that are not finite, against the decimal formulas of `oracles`."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -90,22 +88,6 @@ def test_a_step_that_is_not_finite_is_rejected_and_counted_nowhere_else(
     assert found.metrics.compute() == pytest.approx(expect.metrics, abs=1e-12)
     if level is not None:
         torch.testing.assert_close(found.weights, tensor(expect.weights), rtol=1e-14, atol=0)
-
-
-def test_a_batch_without_any_finite_value():
-    training = torch.full((3, 2), math.nan)
-    found = run(
-        training,
-        torch.zeros(3, 2),
-        torch.ones(3, 2, dtype=torch.bool),
-        Rule("token", normalise=True),
-    )
-    assert torch.count_nonzero(found.weights) == 0
-    assert not found.mask.any()
-    values = found.metrics.compute()
-    assert values["rollout_rs_nonfinite_fraction"] == 1
-    assert values["rollout_rs_masked_fraction"] == 1
-    assert all(math.isfinite(value) for value in values.values())
 
 
 # --- Batches

@@ -1,7 +1,5 @@
 """A user's function in place of the built-in correction."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ from support.oracles import Rule
 
 from flowgrpo_rc import RolloutCorrectionConfig, apply_rollout_correction_to_batch
 from flowgrpo_rc.config.compose import compose_all
+from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction.correct import Corrector
 
 SECTION = "algorithm.rollout_correction"
@@ -58,15 +57,15 @@ def test_a_function_that_is_not_there(module: str, function: str) -> None:
         compose_all([f"{SECTION}.custom_correction='{function.format(module)}'"])
 
 
-@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("all_reduce", [identity, None])
 @pytest.mark.parametrize("function", ["drop_odd", "only_a_mask"])
-def test_a_custom_correction_takes_the_place_of_weights_and_mask(normalise, function):
+def test_a_custom_correction_takes_the_place_of_weights_and_mask(all_reduce, function):
     training, rollout = log_probs()
     training[2, 1] = math.nan
     mask = mask_of("right")
     config = RolloutCorrectionConfig(custom_correction=f"support.builders:{function}")
     config.validate()
-    found = Corrector(config)(training, rollout, mask, normalise=normalise)
+    found = Corrector(config)(training, rollout, mask, all_reduce=all_reduce)
     valid = mask & torch.isfinite(training)
     kept = valid & (torch.arange(6) % 2 == 0).unsqueeze(1)
     assert torch.equal(found.mask, kept)

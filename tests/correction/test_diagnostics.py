@@ -1,7 +1,5 @@
 """The metrics of the correction: their names, their values by hand, and their precision."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -5,8 +5,6 @@ differs on purpose, a test at the end shows it: the band of k1 criteria, sequenc
 step, float32 artefacts, tokens beyond the safety bound, and a batch whose weights are all 0.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

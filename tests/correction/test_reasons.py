@@ -1,7 +1,5 @@
 """Why a sample was rejected: which value left which bounds."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rejection criteria and the veto, against the decimal formulas of `oracles`."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

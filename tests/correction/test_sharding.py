@@ -1,7 +1,5 @@
 """Micro-batches and processes change neither weights nor mask nor metrics."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

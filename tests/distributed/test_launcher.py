@@ -1,7 +1,5 @@
 """The shipped configurations of `accelerate launch`, and every launch that is documented."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

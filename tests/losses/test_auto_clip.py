@@ -1,7 +1,5 @@
 """`clip_ratio: auto:k` follows the mismatch before an update, and holds a movement back."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -237,11 +235,6 @@ def test_wrong_settings_are_refused(overrides: list[str], message: str) -> None:
     bypass = ["algorithm.rollout_correction.bypass_mode=true"]
     with pytest.raises(ValueError, match=message):
         check_settings(config_of(*bypass, *overrides))
-
-
-def test_a_number_may_be_written_as_text() -> None:
-    """An environment variable gives text."""
-    assert DiffusionLossConfig(clip_ratio="1e-3").clip_ratio == 1e-3
 
 
 def test_a_loss_that_does_not_say_what_it_clips_gets_a_number() -> None:

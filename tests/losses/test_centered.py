@@ -1,7 +1,5 @@
 """The centered log-ratio against float64 formulas: both modes, every loss, every kind of step."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

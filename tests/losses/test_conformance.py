@@ -1,7 +1,5 @@
 """What every loss of the package does; a new file in flowgrpo_rc/losses is tested by itself."""
 
-from __future__ import annotations
-
 import math
 from inspect import signature
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DiffusionNFT against its formula, written anew with numpy in the space of clean samples."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The dual clip of images: value and slope against the formula written anew, in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

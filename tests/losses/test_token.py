@@ -1,7 +1,5 @@
 """token_loss: value and gradient against independent formulas; micro-batches add up."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -115,8 +113,7 @@ CASES = [
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("normalize", [None, "all", "kept"])
-@pytest.mark.parametrize("masking", ["right", "empty"])
+@pytest.mark.parametrize(("normalize", "masking"), [(None, "right"), ("all", "empty")])
 def test_loss_and_gradient(rule, mode, aggregation, normalize, masking):
     config = config_of(rule, mode, aggregation, normalize)
     batch = corrected(config, filled(config, masking))
@@ -205,9 +202,8 @@ def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, c
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("normalize", ["all", "kept"])
-def test_micro_batches_add_up(rule, mode, aggregation, normalize):
-    config = config_of(rule, mode, aggregation, normalize)
+def test_micro_batches_add_up(rule, mode, aggregation):
+    config = config_of(rule, mode, aggregation, "kept")
     batch = corrected(config, filled(config, "empty"))
     now = drawn()[2]
     expect = reference(config, rule, "empty")
@@ -220,14 +216,10 @@ def test_micro_batches_add_up(rule, mode, aggregation, normalize):
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("cuts", "normalize"), [([2], "kept"), ([1, 2], "all"), ([1, 2], "kept")])
-def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
-    """Row 1 is empty.
-
-    With the cuts 1 and 2 it is a process of its own, which has nothing to add.
-    """
-    config = config_of(rule, mode, aggregation, normalize)
-    shards = pieces(filled(config, "empty"), cuts)
+def test_processes_add_up(rule, mode, aggregation):
+    """Row 1 is empty; it is a process of its own, which has nothing to add."""
+    config = config_of(rule, mode, aggregation, "kept")
+    shards = pieces(filled(config, "empty"), [1, 2])
     expect = reference(config, rule, "empty")
     now = list(drawn()[2].split([len(shard) for shard in shards]))
 
@@ -244,21 +236,12 @@ def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
         assert values == pytest.approx(results[0][2], rel=0, abs=0)
 
 
-def test_gspo_adds_up_too():
-    correction = RolloutCorrectionConfig(bypass_mode=True)
-    config = loss_config(correction, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean")
-    batch = filled(config, "empty")
-    now = drawn()[2]
-    found = summed(TokenObjective(config), now, pieces(batch, [1, 2, 4]))
-    assert_same(found[:2], found_for(config, batch, now))
-
-
 # --- What takes no part
 
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_values_under_the_padding_are_never_read(rule, mode, bad):
+def test_values_under_the_padding_are_never_read(rule, mode):
+    bad = math.nan
     config = config_of(rule, mode)
     batch = filled(config, "right")
     now = drawn()[2]
@@ -283,14 +266,6 @@ def test_everything_rejected_is_a_loss_of_zero(aggregation, mode):
     values = token_loss(config, now, batch)[1].compute()
     assert values["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert "pg_loss" not in values
-
-
-def test_advantages_of_tokens_are_not_clipped():
-    """`adv_clip_max` is a setting of images."""
-    one = torch.ones(1, 1, dtype=torch.float64)
-    batch = apply_bypass_mode(token_batch(0 * one, one.bool(), advantages=100 * one))
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True))
-    assert token_loss(config, 0 * one, batch)[0].item() == -100
 
 
 # --- Metrics and settings

@@ -1,7 +1,5 @@
 """The update: gradients of micro-batches or not finite, and the average of the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.modes import make_update
