@@ -108,10 +108,10 @@ class MetricBag:
 
     def pick(self, names: Mapping[str, str]) -> "MetricBag":
         """Returns some of the metrics, without those of rows, under new names: old -> new."""
-        bag = MetricBag()
-        for store, picked in zip(self._stores(), bag._stores(), strict=True):
+        metrics = MetricBag()
+        for store, picked in zip(self._stores(), metrics._stores(), strict=True):
             picked.update({new: copy(store[old]) for old, new in names.items() if old in store})
-        return bag
+        return metrics
 
     def replace(self, other: "MetricBag", prefix: str = "") -> None:
         """Takes in another bag, as `merge` does, in place of metrics that have the same names."""

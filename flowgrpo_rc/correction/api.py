@@ -187,11 +187,11 @@ def compute_offpolicy_metrics(
     # Beside itself, a policy has the metrics of one policy.
     other_log_prob = old_log_prob if rollout_log_prob is None else rollout_log_prob
     step_mask = response_mask.bool()
-    bag = MetricBag()
+    metrics = MetricBag()
     for rows in row_blocks(step_mask):
         ratios = compute_log_ratios(old_log_prob[rows], other_log_prob[rows], step_mask[rows])
-        put_gap(bag, ratios)
-    values = bag.compute()
+        put_gap(metrics, ratios)
+    values = metrics.compute()
     if rollout_log_prob is None:
         values = {name: values[name] for name in _TRAINING_METRICS if name in values}
     return values
