@@ -82,12 +82,12 @@ def iterate(
     mode.finish(bag)
     scales = [part for band in correction.rules().auto for part in bands.scale(band.name)]
     lora = {name: p.clone() for name, p in update.lora_state().items()}
-    found = Run(gradients, lora, bag.compute(), scales)
+    actual = Run(gradients, lora, bag.compute(), scales)
     for hook in hooks:
         hook.remove()
     for name, parameter in lora_parameters(policy.network).items():
         parameter.data.copy_(start[name])
-    return found
+    return actual
 
 
 def assert_same(own: Run, recomputed: Run, *, rejects: bool) -> None:
@@ -233,8 +233,8 @@ class Noisy(Counting):
     """A policy of which no two forwards agree."""
 
     def evaluate(self, batch: DiffusionBatch) -> Evaluation:
-        found = super().evaluate(batch)
-        return found._replace(log_probs=found.log_probs + 1e-5 * self.forwards)
+        actual = super().evaluate(batch)
+        return actual._replace(log_probs=actual.log_probs + 1e-5 * self.forwards)
 
 
 def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
@@ -244,8 +244,8 @@ def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
     batch = batch.replace(advantages=torch.ones(4, 2))
     config = LossConfig(rollout_correction=RolloutCorrectionConfig(**TOKEN_IS))
     for own_forwards in (True, False):
-        found = iterate(noisy, batch, config, own_forwards=own_forwards, mini=4).metrics
-        assert (found["ratio_mean"] == 1) == (found["ratio_std"] == 0) == own_forwards
+        actual = iterate(noisy, batch, config, own_forwards=own_forwards, mini=4).metrics
+        assert (actual["ratio_mean"] == 1) == (actual["ratio_std"] == 0) == own_forwards
 
 
 @pytest.mark.parametrize("own_forwards", [True, False])
@@ -256,8 +256,8 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
     batch.rollout_log_probs[0] = math.nan
     batch.rollout_log_probs[1, 0] = math.inf
     mode = mode_of(RolloutCorrectionConfig(), policy, micro_batch_size=2, own_forwards=own_forwards)
-    found = mode.begin(batch, 1).rejection_mask
-    assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]
+    actual = mode.begin(batch, 1).rejection_mask
+    assert actual.tolist() == [[False, False], [False, True], [True, True], [True, True]]
 
 
 # --- Where it may be
@@ -293,9 +293,9 @@ def test_why_old_log_probs_are_recomputed(
 ) -> None:
     correction = RolloutCorrectionConfig(**settings)
     correction.validate()
-    found = why_recompute(correction, correction.rules(), sees_rows=sees_rows)
-    assert (found is None) == (word is None)
-    assert word is None or word in found
+    actual = why_recompute(correction, correction.rules(), sees_rows=sees_rows)
+    assert (actual is None) == (word is None)
+    assert word is None or word in actual
 
 
 def test_the_window_decides_what_a_forward_sees() -> None:

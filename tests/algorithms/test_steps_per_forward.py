@@ -141,15 +141,15 @@ def warm(bands: AutoBands, batch: DiffusionBatch) -> AutoBands:
     return bands
 
 
-def assert_equal(found: Result, expect: Result, *, tolerance: float) -> None:
-    assert found.metrics == pytest.approx(expect.metrics, rel=tolerance, abs=tolerance)
+def assert_equal(actual: Result, expect: Result, *, tolerance: float) -> None:
+    assert actual.metrics == pytest.approx(expect.metrics, rel=tolerance, abs=tolerance)
     largest = max(gradient.abs().max().item() for gradient in expect.gradients)
-    assert len(found.gradients) == len(expect.gradients) > 0
+    assert len(actual.gradients) == len(expect.gradients) > 0
     assert largest > 0
-    for one, other in zip(found.gradients, expect.gradients, strict=True):
+    for one, other in zip(actual.gradients, expect.gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance * largest)
-    assert len(found.decisions) == len(expect.decisions) > 0
-    for one, other in zip(found.decisions, expect.decisions, strict=True):
+    assert len(actual.decisions) == len(expect.decisions) > 0
+    for one, other in zip(actual.decisions, expect.decisions, strict=True):
         assert torch.equal(one.seed, other.seed)
         assert torch.equal(one.cells, other.cells)
         assert torch.equal(one.keep_mask, other.keep_mask)

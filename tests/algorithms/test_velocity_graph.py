@@ -26,7 +26,7 @@ def test_velocities_and_targets(model: FlowModel) -> None:
     assert noised.rollout_log_probs is None
     (first, second) = policy.pieces(noised)
     assert (first.num_steps, second.num_steps) == (2, 1)
-    found = policy.evaluate(first)
+    actual = policy.evaluate(first)
     row, level = 2, 1
     step = int(first.step_indices[row, level])
     source = generator(derive_seed(int(batch.seed[row]), step), "forward")
@@ -38,11 +38,11 @@ def test_velocities_and_targets(model: FlowModel) -> None:
     timestep = model.schedule(batch.spec).timesteps[step : step + 1]
     with torch.no_grad():
         v = model.velocity(model.transformer, x, timestep, conditioning, None, batch.spec)[0]
-    torch.testing.assert_close(found.velocity[row, level], v, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.target[row, level], noise - clean)
-    moved = found._replace(velocity=found.velocity + 0.5)
+    torch.testing.assert_close(actual.velocity[row, level], v, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.target[row, level], noise - clean)
+    moved = actual._replace(velocity=actual.velocity + 0.5)
     torch.testing.assert_close(
-        policy.divergence(moved, found, first), torch.full((4, 2), 0.25), rtol=1e-4, atol=0
+        policy.divergence(moved, actual, first), torch.full((4, 2), 0.25), rtol=1e-4, atol=0
     )
 
 

@@ -97,11 +97,11 @@ def test_the_gradient_is_that_of_one_graph_of_all_steps(
     correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level="window", **CASES[case])
     correction.validate()
     config = loss_config(correction)
-    found, metrics = setting.gradient(config, micro)
+    actual, metrics = setting.gradient(config, micro)
     expect = by_autograd(setting, config, setting.batch)
-    assert len(found) == len(expect) > 0
+    assert len(actual) == len(expect) > 0
     size = max(gradient.abs().max().item() for gradient in expect)
-    for one, other in zip(found, expect, strict=True):
+    for one, other in zip(actual, expect, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * size)
     # The metrics are those of whole trajectories.
     old = setting.policy.log_probs(setting.batch, micro)
@@ -121,8 +121,8 @@ def test_a_fault_at_one_step_rejects_the_trajectory(model: FlowModel) -> None:
     rejected = {}
     for level in ("step", "window"):
         correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level=level, **MEAN_BAND)
-        found = setting.update(loss_config(correction)).run(setting.batch, 4).compute()
-        rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
+        actual = setting.update(loss_config(correction)).run(setting.batch, 4).compute()
+        rejected[level] = actual["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / (4 * number), "window": number / (4 * number)}
 
 
@@ -165,6 +165,6 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
             bands.judge(step, past, None)
         bands.finish(lambda rows: rows)
         update = setting.update(loss_config(correction), bands)
-        found = iterate(update, setting.mode, setting.batch, 4)
-        rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
+        actual = iterate(update, setting.mode, setting.batch, 4)
+        rejected[level] = actual["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / 16, "window": 4 / 16}

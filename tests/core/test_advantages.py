@@ -66,19 +66,19 @@ def test_groups_interleaved_and_with_failed_rewards(options, failed):
     rewards = torch.rand(12, generator=source, dtype=torch.float64).tolist()
     group = [5, -2, 5, 9, 9, 9, 9, 9, -2, 5, -2, 5]
     valid = [index not in failed for index in range(12)]
-    found = group_relative(*tensors(rewards, group, valid), **options)
+    actual = group_relative(*tensors(rewards, group, valid), **options)
     expect = oracle(rewards, group, valid, **options)
-    assert found.values.tolist() == pytest.approx(expect, abs=1e-13)
+    assert actual.values.tolist() == pytest.approx(expect, abs=1e-13)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_invalid_sample_gets_zero_and_leaves_the_baseline(bad, options):
     valid = [True, True, False, True, True]
-    found = group_relative(*tensors([0, 1, bad, 4, 6], [0, 0, 0, 1, 1], valid), **options)
+    actual = group_relative(*tensors([0, 1, bad, 4, 6], [0, 0, 0, 1, 1], valid), **options)
     without = group_relative(*tensors([0, 1, 4, 6], [0, 0, 1, 1]), **options)
-    assert found.values[2] == 0
-    assert found.values[valid].tolist() == without.values.tolist()
+    assert actual.values[2] == 0
+    assert actual.values[valid].tolist() == without.values.tolist()
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e-9, 123456.789])
@@ -86,10 +86,10 @@ def test_an_invalid_sample_gets_zero_and_leaves_the_baseline(bad, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_give_exactly_zero_whatever_their_mean_rounds_to(value, options, dtype):
     rewards, group, valid = tensors([value] * 7 + [0.0, 1.0], [0] * 7 + [1] * 2)
-    found = group_relative(rewards.to(dtype), group, valid, **options)
-    assert found.values[:7].tolist() == [0.0] * 7
-    assert found.values[7:].abs().min() > 0
-    assert found.zero_std.tolist() == [True, False]
+    actual = group_relative(rewards.to(dtype), group, valid, **options)
+    assert actual.values[:7].tolist() == [0.0] * 7
+    assert actual.values[7:].abs().min() > 0
+    assert actual.zero_std.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -174,10 +174,10 @@ def test_gdpo():
     rewards = [torch.tensor(reward, dtype=torch.float64) for reward in GDPO["rewards"]]
     group, valid = torch.tensor(GDPO["group"]), torch.tensor(GDPO["valid"])
     weights = GDPO["weights"]
-    found = group_decoupled([*zip(weights, rewards, strict=True)], group, valid)
-    assert found.values.tolist() == pytest.approx(gdpo_oracle(**GDPO), abs=1e-12)
-    assert found.values[:6].square().mean().sqrt().item() == pytest.approx(1, abs=1e-3)
-    assert found.zero_std.tolist() == [False, False]
+    actual = group_decoupled([*zip(weights, rewards, strict=True)], group, valid)
+    assert actual.values.tolist() == pytest.approx(gdpo_oracle(**GDPO), abs=1e-12)
+    assert actual.values[:6].square().mean().sqrt().item() == pytest.approx(1, abs=1e-3)
+    assert actual.zero_std.tolist() == [False, False]
     rows = [slice(0, 3), slice(3, 7)]
 
     def work(rank, reduce):
@@ -186,7 +186,7 @@ def test_gdpo():
         columns = (weighted, group[part], valid[part])
         return group_decoupled(*columns, all_reduce=reduce["sum"]).values
 
-    torch.testing.assert_close(torch.cat(on_shards(2, work)), found.values, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(on_shards(2, work)), actual.values, rtol=0, atol=1e-12)
 
 
 def test_the_farthest_of_groups_that_are_mixed():
@@ -217,8 +217,8 @@ def test_what_leaves_a_group_without_advantages(kind: str) -> None:
         batch = token_batch(torch.zeros(8, 2), mask).replace(response_ids=ids)
     rewards = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 6.0, 6.0])
     valid = torch.arange(8) != 2
-    found = group_relative(rewards, batch.group, valid)
-    metrics = advantage_metrics(found, valid, batch.group, batch.ends)
+    actual = group_relative(rewards, batch.group, valid)
+    metrics = advantage_metrics(actual, valid, batch.group, batch.ends)
     row = metrics.compute()
     assert row["zero_std_ratio"] == 3 / 4
     assert row["advantages/single_ratio"] == row["advantages/identical_ratio"] == 1 / 4

@@ -10,8 +10,8 @@ def test_known_values_are_pinned():
     """If they changed, an old run could no longer be resumed bit for bit."""
     assert derive_seed(0) == 3696793467068528757
     assert derive_seed(42, 7, 3, 1, "rollout") == 2994232003836496177
-    found = normal((3,), [123], "latents")[0].tolist()
-    assert found == pytest.approx(
+    actual = normal((3,), [123], "latents")[0].tolist()
+    assert actual == pytest.approx(
         [-2.5124690532684326, -1.8929342031478882, 1.0370031595230103], abs=1e-6
     )
 

@@ -32,9 +32,9 @@ def test_the_safety_bound_holds_for_the_aggregate_and_not_for_its_factors(level,
     """Factors e^15 and e^-14 multiply to e; e^15 twice is bounded to e^20."""
     training = tensor([[15, -14], [15, 15], [30, -29], [-40, 0]])
     mask = torch.ones(4, 2, dtype=torch.bool)
-    found = run(training, torch.zeros_like(training), mask, Rule(level, upper=WIDE))
+    actual = run(training, torch.zeros_like(training), mask, Rule(level, upper=WIDE))
     expect = tensor([math.exp(min(max(x, -20), 20)) for x in whole])
-    torch.testing.assert_close(found.weights[:, 0], expect, rtol=1e-7, atol=0)
+    torch.testing.assert_close(actual.weights[:, 0], expect, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -45,11 +45,11 @@ def test_on_policy_weights_are_exactly_one_and_nothing_is_rejected(dtype, level,
     mask = mask_of(masking)
     narrow = tuple((name, 1 - 1e-12, 1 + 1e-12) for name in CRITERIA)
     rule = Rule(level, bands=narrow, veto=0.999999, normalise=True)
-    found = run(rollout, rollout, mask, rule)
-    assert found.weights.dtype == dtype
-    assert torch.equal(found.weights, mask.to(dtype))
-    assert torch.equal(found.mask, mask)
-    values = found.metrics.compute()
+    actual = run(rollout, rollout, mask, rule)
+    assert actual.weights.dtype == dtype
+    assert torch.equal(actual.weights, mask.to(dtype))
+    assert torch.equal(actual.mask, mask)
+    values = actual.metrics.compute()
     ones = ("rollout_is_mean", "rollout_is_eff_sample_size", "ppl_ratio")
     assert {values[name] for name in (*ones, "rollout_is_batch_norm_factor")} == {1}
     zeros = ("kl", "k3", "chi2", "rollout_rs", "logprob", "log_ppl")
@@ -61,9 +61,9 @@ def test_on_policy_weights_are_exactly_one_and_nothing_is_rejected(dtype, level,
 def test_nothing_carries_a_gradient(level):
     training, rollout = (x.requires_grad_() for x in log_probs())
     rule = Rule(level, bands=(("token_k1", 0.7, 1.5),), veto=0.5, normalise=True)
-    found = run(training, rollout, mask_of("full"), rule)
-    assert not found.weights.requires_grad
-    assert not found.mask.requires_grad
+    actual = run(training, rollout, mask_of("full"), rule)
+    assert not actual.weights.requires_grad
+    assert not actual.mask.requires_grad
 
 
 # --- What is not finite
@@ -81,13 +81,13 @@ def test_a_step_that_is_not_finite_is_rejected_and_counted_nowhere_else(
     mask = torch.ones(2, 3, dtype=torch.bool)
     bands = () if criterion is None else ((criterion, 0.5, 2.0),)
     rule = Rule(level, bands=bands, normalise=level == "sequence")
-    found = run(training, rollout, mask, rule)
+    actual = run(training, rollout, mask, rule)
     others = criterion is None or criterion.startswith("token")
-    assert found.mask.tolist() == [[others, False, others], [True] * 3]
+    assert actual.mask.tolist() == [[others, False, others], [True] * 3]
     expect = expected(training, rollout, mask, rule)
-    assert found.metrics.compute() == pytest.approx(expect.metrics, abs=1e-12)
+    assert actual.metrics.compute() == pytest.approx(expect.metrics, abs=1e-12)
     if level is not None:
-        torch.testing.assert_close(found.weights, tensor(expect.weights), rtol=1e-14, atol=0)
+        torch.testing.assert_close(actual.weights, tensor(expect.weights), rtol=1e-14, atol=0)
 
 
 # --- Batches

@@ -65,11 +65,11 @@ def test_a_custom_correction_takes_the_place_of_weights_and_mask(all_reduce, fun
     mask = mask_of("right")
     config = RolloutCorrectionConfig(custom_correction=f"support.builders:{function}")
     config.validate()
-    found = Corrector(config)(training, rollout, mask, all_reduce=all_reduce)
+    actual = Corrector(config)(training, rollout, mask, all_reduce=all_reduce)
     valid = mask & torch.isfinite(training)
     kept = valid & (torch.arange(6) % 2 == 0).unsqueeze(1)
-    assert torch.equal(found.mask, kept)
-    values = found.metrics.compute()
+    assert torch.equal(actual.mask, kept)
+    values = actual.metrics.compute()
     expect = expected(training, rollout, mask, Rule()).metrics
     assert values.keys() == expect.keys()
     assert values["rollout_is_veto_fraction"] == 0
@@ -77,7 +77,7 @@ def test_a_custom_correction_takes_the_place_of_weights_and_mask(all_reduce, fun
     share = 1 - kept.sum().item() / mask.sum().item()
     assert values["rollout_is_masked_fraction"] == pytest.approx(share)
     if function == "drop_odd":
-        assert torch.equal(found.weights, 3.0 * valid)
+        assert torch.equal(actual.weights, 3.0 * valid)
         assert values["rollout_is_mean"] == values["rollout_is_max"] == 3
 
 
@@ -88,6 +88,6 @@ def test_the_weights_of_a_custom_correction_are_normalised_where_the_settings_sa
         rollout_is_batch_normalize=True,
         custom_correction="support.builders:drop_odd",
     )
-    found = Corrector(config)(*log_probs(), mask_of("right"))
-    assert torch.equal(found.weights, mask_of("right").double())
-    assert found.metrics.compute()["rollout_is_batch_norm_factor"] == 3
+    actual = Corrector(config)(*log_probs(), mask_of("right"))
+    assert torch.equal(actual.weights, mask_of("right").double())
+    assert actual.metrics.compute()["rollout_is_batch_norm_factor"] == 3

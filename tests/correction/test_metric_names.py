@@ -36,7 +36,7 @@ def test_slime_names(mode, metric_names):
         "mask": {"mis_mask_fraction_low": low, "mis_mask_fraction_high": high},
         "icepop": {},
     }[mode]
-    found = Corrector(config)(training, rollout, mask_of("right")).metrics.compute()
+    actual = Corrector(config)(training, rollout, mask_of("right")).metrics.compute()
     for new, old in documented.items():
-        assert found[new] == pytest.approx(verl[old], rel=1e-10, abs=1e-12)
-        assert (old in found) == (metric_names == "both")
+        assert actual[new] == pytest.approx(verl[old], rel=1e-10, abs=1e-12)
+        assert (old in actual) == (metric_names == "both")

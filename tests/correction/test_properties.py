@@ -95,14 +95,14 @@ def check_metrics(values: dict[str, float]) -> None:
 @every(max_examples=60)
 @hypothesis.given(cases(EXTREME | NOT_FINITE | ORDINARY), rules())
 def test_weights_masks_and_metrics_are_always_sound(case, rule):
-    found = run(*case, rule)
-    check_metrics(found.metrics.compute())
+    actual = run(*case, rule)
+    check_metrics(actual.metrics.compute())
     valid = case.mask & torch.isfinite(case.training.double() - case.rollout.double())
-    assert not (found.mask & ~valid).any()
-    if found.weights is None:
+    assert not (actual.mask & ~valid).any()
+    if actual.weights is None:
         return
-    assert found.weights.dtype == case.training.dtype
-    weights = found.weights.double()
+    assert actual.weights.dtype == case.training.dtype
+    weights = actual.weights.double()
     assert torch.isfinite(weights).all()
     assert torch.count_nonzero(weights[~valid]) == 0
     if rule.normalise:

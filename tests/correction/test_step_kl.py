@@ -36,10 +36,10 @@ def test_it_is_the_kl_of_the_recorded_means_under_any_convention(
     transformer = trained_lora(model)
     spec = make_spec(kind, 1.0, dtype="bf16", log_prob_convention=convention)
     batch, _ = sample_images(model, transformer, spec, WINDOWS["all"], keep_means=True)
-    found = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
-    square = ((found.means - batch.prev_sample_mean) ** 2).flatten(2).mean(2)
-    torch.testing.assert_close(found.step_kl, square / (2 * found.gaussian.std**2))
-    assert found.step_kl.min() > 0
+    actual = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
+    square = ((actual.means - batch.prev_sample_mean) ** 2).flatten(2).mean(2)
+    torch.testing.assert_close(actual.step_kl, square / (2 * actual.gaussian.std**2))
+    assert actual.step_kl.min() > 0
 
 
 def test_the_rollout_keeps_the_means_that_the_training_graph_finds_if_asked_to(
@@ -49,13 +49,13 @@ def test_the_rollout_keeps_the_means_that_the_training_graph_finds_if_asked_to(
     given = (model, transformer, make_spec("sde", 4.5), WINDOWS["per_sample"])
     batch, _ = sample_images(*given, keep_means=True)
     policy = FlowPolicy(model, transformer)
-    found = policy.measure(batch, 4, keep_means=True)
-    assert torch.equal(found.means, batch.prev_sample_mean)
-    assert torch.equal(found.step_kl, torch.zeros(4, 2))
-    torch.testing.assert_close(found.gaussian.dt, batch.sigmas.diff()[batch.step_indices])
+    actual = policy.measure(batch, 4, keep_means=True)
+    assert torch.equal(actual.means, batch.prev_sample_mean)
+    assert torch.equal(actual.step_kl, torch.zeros(4, 2))
+    torch.testing.assert_close(actual.gaussian.dt, batch.sigmas.diff()[batch.step_indices])
     batch, _ = sample_images(*given)
-    found = policy.measure(batch, 4)
-    assert batch.prev_sample_mean is found.step_kl is found.means is None
+    actual = policy.measure(batch, 4)
+    assert batch.prev_sample_mean is actual.step_kl is actual.means is None
 
 
 # --- The criterion
@@ -91,10 +91,10 @@ def test_a_kl_that_is_not_finite_rejects_its_step(value: float) -> None:
     kl = KL.clone()
     kl[1, 2] = value
     corrector = Corrector(RolloutCorrectionConfig(rollout_is="sequence", **CONFIG))
-    found = corrector(TRAINING, ROLLOUT, MASK, step_kl=kl)
-    assert not found.mask[1, 2]
-    assert all(math.isfinite(x) for x in found.metrics.compute().values())
-    assert found.metrics.compute()["rollout_rs_nonfinite_fraction"] == 1 / 24
+    actual = corrector(TRAINING, ROLLOUT, MASK, step_kl=kl)
+    assert not actual.mask[1, 2]
+    assert all(math.isfinite(x) for x in actual.metrics.compute().values())
+    assert actual.metrics.compute()["rollout_rs_nonfinite_fraction"] == 1 / 24
 
 
 def test_the_loss_in_bypass_mode_drops_what_step_kl_rejects() -> None:

@@ -89,8 +89,8 @@ def test_criteria_and_thresholds_are_lists_or_have_commas(criteria, thresholds):
 
 @pytest.mark.parametrize("thresholds", ["0.5_2.0", ["0.5_2.0"], 2.0, [2]])
 def test_one_threshold_for_all_criteria(thresholds):
-    found = bounds("token_k1,seq_sum_k1,seq_mean_k1", thresholds)
-    assert [entry[1:] for entry in found] == [(-math.log(2), math.log(2))] * 3
+    actual = bounds("token_k1,seq_sum_k1,seq_mean_k1", thresholds)
+    assert [entry[1:] for entry in actual] == [(-math.log(2), math.log(2))] * 3
 
 
 @pytest.mark.parametrize(

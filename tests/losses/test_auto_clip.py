@@ -86,12 +86,12 @@ def bounds(clip: AutoClip) -> Tensor:
 
 
 def test_the_bound_is_k_deviations_of_the_step() -> None:
-    found = bounds(warmed(auto_clip()))
-    assert torch.allclose(found, 4 * FLOORS, rtol=0.15)
+    actual = bounds(warmed(auto_clip()))
+    assert torch.allclose(actual, 4 * FLOORS, rtol=0.15)
     # The median of 512 sizes, by hand.
     sizes = torch.cat([torch.expm1(observed(seed)[2].centered[:, 1]).abs() for seed in range(8)])
     ordered = sizes.sort().values
-    assert found[1].item() == pytest.approx(4 * 1.4826 * ordered[255:257].mean().item(), rel=1e-9)
+    assert actual[1].item() == pytest.approx(4 * 1.4826 * ordered[255:257].mean().item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard", "flow_dppo"])
@@ -193,10 +193,10 @@ def test_the_loss_clips_each_step_at_its_own_bound() -> None:
         for t in range(4)
     ]
     assert value.item() == pytest.approx(torch.stack(expect).mean().item(), rel=1e-12)
-    found = metrics.compute()
-    assert 0.1 < found["clip_fraction"] < 0.6
-    assert found["auto_bound_mean"] == pytest.approx(FLOORS.mean().item())
-    assert found["auto_bound_warm_fraction"] == 1
+    actual = metrics.compute()
+    assert 0.1 < actual["clip_fraction"] < 0.6
+    assert actual["auto_bound_mean"] == pytest.approx(FLOORS.mean().item())
+    assert actual["auto_bound_warm_fraction"] == 1
     with pytest.raises(ValueError, match="loss_bound"):
         diffusion_loss(config, log_probs, batch.replace(loss_bound=None), gaussian)
 

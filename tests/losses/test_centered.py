@@ -120,8 +120,8 @@ def test_value_and_gradient_are_those_of_the_formula(
     kind: str, bypass: bool, loss_mode: str
 ) -> None:
     case = make_case(kind, bypass=bypass)
-    found = movement(0.2).requires_grad_()
-    log_probs, gaussian = case.now(case.mean(found), case.old_mean)
+    actual = movement(0.2).requires_grad_()
+    log_probs, gaussian = case.now(case.mean(actual), case.old_mean)
     value, metrics = diffusion_loss(
         settings(loss_mode, bypass_mode=bypass), log_probs, case.batch, gaussian
     )
@@ -139,7 +139,7 @@ def test_value_and_gradient_are_those_of_the_formula(
     total = torch.stack(terms).mean()
     total.backward()
     assert value.item() == pytest.approx(total.item(), rel=1e-10)
-    assert torch.allclose(found.grad, expect.grad, rtol=1e-9, atol=1e-14)
+    assert torch.allclose(actual.grad, expect.grad, rtol=1e-9, atol=1e-14)
     # Some steps are held back and some are not. What is reported is the KL, all the same.
     values = metrics.compute()
     assert 0 < values["clip_fraction"] < 1
@@ -215,14 +215,14 @@ def test_a_rejected_step_is_selected_out_even_if_it_is_infinite(
 def test_metrics_of_the_correction_keep_the_log_probs() -> None:
     case = make_case("sde", bypass=True)
     log_probs, gaussian = case.now(case.mean(movement(0.2)), case.old_mean)
-    found = []
+    actual = []
     for centered in (False, True):
         config = settings("flow_grpo", bypass_mode=True, rollout_is="token")
         config.rollout_correction.centered = centered
         _, metrics = diffusion_loss(config, log_probs, case.batch, gaussian)
-        found.append({k: v for k, v in metrics.compute().items() if k.startswith("rollout_corr/")})
-    assert found[0] == found[1]
-    assert len(found[0]) > 10
+        actual.append({k: v for k, v in metrics.compute().items() if k.startswith("rollout_corr/")})
+    assert actual[0] == actual[1]
+    assert len(actual[0]) > 10
 
 
 def test_a_batch_without_means_or_without_a_centered_old_policy_is_refused() -> None:

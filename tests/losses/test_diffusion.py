@@ -73,8 +73,8 @@ def filled(config: LossConfig, rows: slice = slice(None), **options) -> Diffusio
 def value_and_gradient(
     config: LossConfig, log_probs: Tensor, batch: DiffusionBatch
 ) -> tuple[float, Tensor, MetricBag]:
-    found = gradient_of(lambda x: diffusion_loss(config, x, batch)[0], log_probs)
-    return *found, diffusion_loss(config, log_probs, batch)[1]
+    actual = gradient_of(lambda x: diffusion_loss(config, x, batch)[0], log_probs)
+    return *actual, diffusion_loss(config, log_probs, batch)[1]
 
 
 def reference(
@@ -126,9 +126,9 @@ def test_value_and_gradient(mode, level, normalised, criterion, normalize):
     written = settings(rule) | MODES[mode] | {"normalize": normalize}
     config = loss_config(RolloutCorrectionConfig(**written), adv_clip=ADV_CLIP)
     held = advantages.clamp(-ADV_CLIP, ADV_CLIP)
-    found = value_and_gradient(config, now, filled(config))
-    assert_same(found[:2], reference(config, rule, now, rollout, old, held))
-    assert found[2].compute()["pg_loss"] == pytest.approx(found[0], abs=1e-13)
+    actual = value_and_gradient(config, now, filled(config))
+    assert_same(actual[:2], reference(config, rule, now, rollout, old, held))
+    assert actual[2].compute()["pg_loss"] == pytest.approx(actual[0], abs=1e-13)
 
 
 # --- PPO clip
@@ -187,14 +187,14 @@ def test_a_row_that_is_not_finite_leaves_everything_else_as_it_was(
     now[2] = current
     others = torch.tensor([0, 1, 3, 4, 5])
     config = loss_config(correction)
-    found = value_and_gradient(config, now, bypass(rollout, advantages))
+    actual = value_and_gradient(config, now, bypass(rollout, advantages))
     without = value_and_gradient(config, now[others], bypass(rollout[others], advantages[others]))
     share = 1 if correction.normalize == "kept" else 5 / 6
     accuracy = 1e-6 if dtype == torch.float32 else 1e-13
-    assert found[0] == pytest.approx(without[0] * share, rel=accuracy)
-    torch.testing.assert_close(found[1][others], without[1] * share, rtol=accuracy, atol=0)
-    assert found[1][2].item() == 0
-    assert all(math.isfinite(value) for value in found[2].compute().values())
+    assert actual[0] == pytest.approx(without[0] * share, rel=accuracy)
+    torch.testing.assert_close(actual[1][others], without[1] * share, rtol=accuracy, atol=0)
+    assert actual[1][2].item() == 0
+    assert all(math.isfinite(value) for value in actual[2].compute().values())
 
 
 # --- Denominator, pieces, errors
@@ -222,8 +222,8 @@ def test_micro_batches_steps_and_processes_add_up(rule, mode, normalize, cuts):
     objective = DiffusionObjective(config)
     batch = filled(config)
     expect = reference(config, rule, now, rollout, old, advantages)
-    *found, bag = summed(objective, now, pieces(batch, cuts), by_step=True)
-    assert_same(found, expect)
+    *actual, bag = summed(objective, now, pieces(batch, cuts), by_step=True)
+    assert_same(actual, expect)
     whole = diffusion_loss(config, now, batch)[1].compute()
     values = bag.compute()
     of_windows = ("ppl", "seq", "rejected_ratio")
@@ -250,12 +250,12 @@ def test_advantages_beyond_the_clip_count_as_the_clip(dtype):
         [1e6, -1e6, math.inf, -math.inf, 2.0, -2.0, 1.0, 0.0], dtype=torch.float64
     ).reshape(8, 1)
     held = torch.tensor([2, -2, 2, -2, 2, -2, 1, 0], dtype=torch.float64).reshape(8, 1)
-    found, expect = (
+    actual, expect = (
         value_and_gradient(config, now, bypass(rollout, a.expand(8, 3))) for a in (wild, held)
     )
-    assert found[0] == expect[0]
-    assert torch.equal(found[1], expect[1])
-    assert found[1].dtype == dtype
+    assert actual[0] == expect[0]
+    assert torch.equal(actual[1], expect[1])
+    assert actual[1].dtype == dtype
 
 
 def test_missing_columns_are_errors():

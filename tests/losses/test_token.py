@@ -117,9 +117,9 @@ CASES = [
 def test_loss_and_gradient(rule, mode, aggregation, normalize, masking):
     config = config_of(rule, mode, aggregation, normalize)
     batch = corrected(config, filled(config, masking))
-    found = found_for(config, batch, drawn()[2])
-    assert_same(found, reference(config, rule, masking))
-    assert torch.count_nonzero(found[1][~mask_of(masking)]) == 0
+    actual = found_for(config, batch, drawn()[2])
+    assert_same(actual, reference(config, rule, masking))
+    assert torch.count_nonzero(actual[1][~mask_of(masking)]) == 0
 
 
 def test_pure_importance_sampling_sums_over_a_response():
@@ -133,8 +133,8 @@ def test_pure_importance_sampling_sums_over_a_response():
     def total(log_probs: Tensor) -> Tensor:
         return -(weight_B * (log_probs * advantages).where(mask, 0).sum(1)).mean()
 
-    found, expected = found_for(config, batch, now)[1], gradient_of(total, now)[1]
-    assert torch.allclose(found, expected, rtol=1e-12)
+    actual, expected = found_for(config, batch, now)[1], gradient_of(total, now)[1]
+    assert torch.allclose(actual, expected, rtol=1e-12)
     assert weight_B.max() == 2
 
 
@@ -163,9 +163,9 @@ def test_the_clip_has_two_widths_and_a_bound_for_negative_advantages(advantage, 
     one = torch.ones(1, 1, dtype=torch.float64)
     batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=advantage * one))
     config = config_of(Rule(), {"bypass_mode": True})
-    found = found_for(config, batch, math.log(ratio) * one)
-    assert found[0] == pytest.approx(-advantage * (counted or ratio), abs=1e-14)
-    assert found[1].item() == pytest.approx(0 if counted else -advantage * ratio, abs=1e-14)
+    actual = found_for(config, batch, math.log(ratio) * one)
+    assert actual[0] == pytest.approx(-advantage * (counted or ratio), abs=1e-14)
+    assert actual[1].item() == pytest.approx(0 if counted else -advantage * ratio, abs=1e-14)
     values = token_loss(config, math.log(ratio) * one, batch)[1].compute()
     assert values["dual_clip_fraction"] == (advantage < 0 and ratio > 1.5)
     assert values["clip_fraction_higher"] == (ratio > 1.25)
@@ -193,8 +193,8 @@ def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, c
     anchor = rollout if bypass else old
     per_row = advantages[:, 0].tolist()
     expect = gradient_of(lambda x: oracles.gspo(x, anchor, per_row, kept, Clip(0.05, 0.1)), now)
-    found = found_for(config, batch, now)
-    assert_same(found, expect)
+    actual = found_for(config, batch, now)
+    assert_same(actual, expect)
 
 
 # --- Pieces
@@ -209,8 +209,8 @@ def test_micro_batches_add_up(rule, mode, aggregation):
     expect = reference(config, rule, "empty")
     whole = token_loss(config, now, batch)[1].compute()
     for cuts in ([3], [1, 2, 4]):
-        *found, bag = summed(TokenObjective(config), now, pieces(batch, cuts))
-        assert_same(found, expect)
+        *actual, bag = summed(TokenObjective(config), now, pieces(batch, cuts))
+        assert_same(actual, expect)
         assert bag.compute() == pytest.approx(whole, rel=0, abs=1e-12)
 
 
@@ -230,7 +230,7 @@ def test_processes_add_up(rule, mode, aggregation):
         return loss, gradient, bag.compute(reduce["sum"], reduce["max"])
 
     results = on_shards(len(shards), work)
-    gradient = torch.cat([found[1] for found in results])
+    gradient = torch.cat([actual[1] for actual in results])
     for loss, _, values in results:
         assert_same((loss, gradient), expect)
         assert values == pytest.approx(results[0][2], rel=0, abs=0)
@@ -249,9 +249,9 @@ def test_values_under_the_padding_are_never_read(rule, mode):
     names = ("rollout_log_probs", "old_log_probs", "advantages")
     dirty = batch.replace(**{name: torch.where(mask, getattr(batch, name), bad) for name in names})
     expect = found_for(config, corrected(config, batch), now)
-    found = found_for(config, corrected(config, dirty), torch.where(mask, now, bad))
-    assert found[0] == expect[0]
-    assert torch.equal(found[1], expect[1])
+    actual = found_for(config, corrected(config, dirty), torch.where(mask, now, bad))
+    assert actual[0] == expect[0]
+    assert torch.equal(actual[1], expect[1])
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -304,8 +304,8 @@ def test_in_bypass_mode_the_correction_reports_under_its_prefix(metric_names):
         ("rollout_is_batch_norm_factor", "mis_batch_norm_factor"),
     ):
         for name, shown in ((old, metric_names != "slime"), (new, metric_names != "verl")):
-            found = values.get(f"rollout_corr/{name}")
-            assert found == (pytest.approx(expect[old], abs=1e-12) if shown else None)
+            actual = values.get(f"rollout_corr/{name}")
+            assert actual == (pytest.approx(expect[old], abs=1e-12) if shown else None)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,6 @@ class PolicyGradient(Algorithm[Batch]):
     """
 
     prefix: ClassVar[str]  # of the correction's metrics
-    mode: ClassVar[str]  # `bypass` or `decoupled`
     recomputes: ClassVar[bool]  # whether the training graph gives the old policy's log-probs
     policy: Policy[Batch]
     terms: Loss  # such as `objective.Objective.terms`

@@ -33,7 +33,6 @@ class Bypass(PolicyGradient):
     The `auto` bands judge each sample once, by the first forward of the update that it is in.
     """
 
-    mode = "bypass"
     recomputes = False
     prefix = BYPASS_PREFIX.removesuffix("/")
 
@@ -89,7 +88,6 @@ class Decoupled(PolicyGradient):
     has been updated by then. `correction.recompute.why_recompute` says where that may be.
     """
 
-    mode = "decoupled"
     recomputes = True
     prefix = DECOUPLED_PREFIX.removesuffix("/")
     corrector: Corrector
