@@ -70,8 +70,8 @@ def test_nothing_carries_a_gradient(level):
 
 
 @pytest.mark.parametrize(("training_value", "rollout_value"), NOT_FINITE)
-@pytest.mark.parametrize("level", [None, "token", "sequence"])
-@pytest.mark.parametrize("criterion", [None, *CRITERIA])
+@pytest.mark.parametrize("level", [None, "sequence"])
+@pytest.mark.parametrize("criterion", [None, "token_k1", "seq_sum_k1", "seq_mean_k3", "seq_max_k2"])
 def test_a_step_that_is_not_finite_is_rejected_and_counted_nowhere_else(
     training_value, rollout_value, level, criterion
 ):
