@@ -44,7 +44,7 @@ class Seen(NamedTuple):
     terms: LossTerms
 
 
-class Outcome(NamedTuple):
+class ForwardOutcome(NamedTuple):
     """Keeps what forwards say once their gradients are added; `join` puts several together."""
 
     now: Evaluation  # without gradients, [b, t]
@@ -85,7 +85,7 @@ class PolicyGradient(Algorithm[Batch]):
         """
 
     @abstractmethod
-    def leave(self, mini: Batch, outcome: Outcome) -> Batch:
+    def leave(self, mini: Batch, outcome: ForwardOutcome) -> Batch:
         """Returns a mini-batch, [B, T], for later epochs, with the outcome of its forwards before
         its update.
         """
@@ -116,7 +116,7 @@ class PolicyGradient(Algorithm[Batch]):
 
     def _piece(
         self, piece: Batch, backward: Backward, metrics: MetricBag, updates: int
-    ) -> tuple[Tensor, Outcome]:
+    ) -> tuple[Tensor, ForwardOutcome]:
         """Differentiates the loss of what one forward evaluates, [b, t]."""
         now = self.policy.evaluate(piece)
         # Means are as large as the latents: they are kept only until the old policy is known.
@@ -132,7 +132,7 @@ class PolicyGradient(Algorithm[Batch]):
             self.observe(loss, updated=updates > 0)
         counts = torch.stack([loss.terms.counts for loss in seen]).sum(0)
         decision = join([loss.piece.rejection_mask for loss in seen], dim=1)
-        return counts, Outcome(now.detached(keep_means=keep_means), decision)
+        return counts, ForwardOutcome(now.detached(keep_means=keep_means), decision)
 
     def _seen(self, piece: Batch, now: Evaluation, updates: int) -> Seen:
         piece, gaussian = self.enter(piece, now, updates=updates)
@@ -140,7 +140,7 @@ class PolicyGradient(Algorithm[Batch]):
 
     def _window(
         self, micro: Batch, backward: Backward, metrics: MetricBag, updates: int
-    ) -> tuple[Tensor, Outcome]:
+    ) -> tuple[Tensor, ForwardOutcome]:
         """Differentiates a loss of all steps of a sample, [b, T], with the memory of one forward.
 
             d loss / d weights = sum_t (d loss / d log_prob_t) (d log_prob_t / d weights)
@@ -173,7 +173,7 @@ class PolicyGradient(Algorithm[Batch]):
             start = steps.stop
         metrics.merge(terms.metrics)
         self.observe(Seen(micro, log_probs, gaussian, terms), updated=updates > 0)
-        return terms.counts, Outcome(measured.detached(), micro.rejection_mask)
+        return terms.counts, ForwardOutcome(measured.detached(), micro.rejection_mask)
 
     def finish(self, metrics: MetricBag) -> None:
         """Ends the iteration: adds the metrics of correction and mismatch, under full names."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.algorithms.policy_gradient.algorithm import Outcome, PolicyGradient, Seen
+from flowgrpo_rc.algorithms.policy_gradient.algorithm import ForwardOutcome, PolicyGradient, Seen
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
@@ -59,7 +59,7 @@ class Bypass(PolicyGradient):
             piece = piece.replace(loss_bound=self.auto_clip.bounds(piece.step_indices))
         return piece, now.gaussian
 
-    def leave(self, mini: Batch, outcome: Outcome) -> Batch:
+    def leave(self, mini: Batch, outcome: ForwardOutcome) -> Batch:
         """Returns the mini-batch with its decision: later epochs judge no sample again."""
         return mini.replace(rejection_mask=outcome.decision)
 
@@ -136,7 +136,7 @@ class Decoupled(PolicyGradient):
             gaussian = gaussian._replace(kl=torch.zeros_like(gaussian.std))
         return piece, gaussian
 
-    def leave(self, mini: Batch, outcome: Outcome) -> Batch:
+    def leave(self, mini: Batch, outcome: ForwardOutcome) -> Batch:
         """Returns the mini-batch with its old policy and correction, if it had none.
 
         No update came before these forwards, so they are those of the old policy.
