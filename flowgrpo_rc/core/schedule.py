@@ -31,14 +31,14 @@ def window_bounds(
     Raises:
       ValueError: the window does not fit the schedule, or holds a step without a density.
     """
-    span = [0, num_steps - 1] if bounds is None else [int(bound) for bound in bounds]
+    span = [0, num_steps - 1] if bounds is None else list(bounds)
     if len(span) != 2 or not 0 <= span[0] < span[1] <= num_steps:
+        steps = f", 0 <= first < last <= {num_steps} (rollout.pipeline.num_inference_steps)"
         raise ValueError(
-            f"rollout.algo.sde_window_range={span}: give two step indices, [first, last], in the "
-            f"schedule of {num_steps} steps (rollout.pipeline.num_inference_steps), 0 <= first < "
-            f"last <= {num_steps}"
+            f"rollout.algo.sde_window_range={span}: give two step indices, [first, last]"
+            + (steps if len(span) == 2 else "")
         )
-    first, last = span
+    first, last = map(int, span)
     if sde_type == "cps" and last == num_steps:
         raise ValueError(
             f"rollout.algo.sde_window_range=[{first}, {last}] includes the last step, which has no "
