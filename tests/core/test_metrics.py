@@ -125,17 +125,6 @@ def test_processes_give_the_statistics_of_all_elements():
         assert actual["min"] == values.min().item()
 
 
-def test_one_collective_for_sums_and_one_for_extrema():
-    calls = []
-
-    def reduce(value):
-        calls.append(value.shape)
-        return value
-
-    filled(VALUES).compute(reduce, reduce)
-    assert len(calls) == 2
-
-
 def test_replacing_metrics_does_not_add_them_up() -> None:
     """The kinds of the old and the new metric may differ."""
     bag = MetricBag()
