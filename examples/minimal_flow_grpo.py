@@ -279,10 +279,8 @@ def train_step(setup: Setup, iteration: int, seed: int, *, bypass: bool) -> str:
     trainer = pipe.transformer
     everyone = torch.arange(len(group))
 
-    first, last = WINDOW_RANGE
-    window = draw_windows(
-        [0], 1, size=WINDOW, first=first, last=last, sharing="batch", seed=seed, step=iteration
-    )
+    span = (WINDOW, *WINDOW_RANGE)
+    window = draw_windows([0], 1, window=span, sharing="batch", seed=seed, step=iteration)
     steps = window[0].tolist()
     data = roll_out(sampler, sigmas, text, shape, derive_seed(seed, iteration), steps)
     rewards = blueness(decode(pipe, data.final))

@@ -12,6 +12,7 @@ Legend:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
@@ -198,7 +199,7 @@ class TokenSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class Batch(ABC):
     """Trajectories of B samples and what the trainer learns about them, for images and text alike.
 
     A field with one row per sample follows the samples through `rows` and `select`. The fields
@@ -226,19 +227,19 @@ class Batch:
         return self.step_mask.shape[1]
 
     @property
+    @abstractmethod
     def step_mask(self) -> Tensor:
         """Returns which steps exist, bool, [B, T]; False at the padding of responses."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def ends(self) -> Tensor:
         """Returns what each sample has become, [B, ...]; equal only for samples that are equal."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def num_elements(self) -> int:
         """Returns the number of elements, D, that the log-probability of a step is a mean over."""
-        raise NotImplementedError
 
     def with_old(
         self, log_probs: Tensor, means: Tensor | None = None, centered: Tensor | None = None

@@ -20,7 +20,6 @@ from flowgrpo_rc.algorithms.diffusion_nft.algorithm import ForwardProcess
 from flowgrpo_rc.algorithms.diffusion_nft.graph import VelocityGraph
 from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.algorithms.policy_gradient.modes import make_mode
-from flowgrpo_rc.algorithms.policy_gradient.objective import Objective
 from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
@@ -173,7 +172,7 @@ def make_algorithm(spec: RunSpec, task: Task, processes: Processes) -> Algorithm
             adv_clip_max=section.adv_clip_max,
             micro_batch_size=micro_batch_size,
         )
-    objective: Objective
+    objective: TokenObjective | DiffusionObjective
     if isinstance(spec.loss, TokenLoss):
         objective = TokenObjective(spec.loss_config, spec.loss, spec.rules)
     else:

@@ -115,6 +115,12 @@ def check_least(key: str, value: float | None, least: float) -> None:
         raise ValueError(f"{key}={value}: give at least {least}")
 
 
+def check_that(holds: bool, message: str) -> None:
+    """Raises ValueError with a message unless a setting is as it should be."""
+    if not holds:
+        raise ValueError(message)
+
+
 def in_seconds(key: str, value: Any) -> Any:
     """Returns a value with each duration, such as 2h, 90m or 1h30m, as a number of seconds.
 

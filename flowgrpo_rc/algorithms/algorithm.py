@@ -27,25 +27,27 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.monitoring.decisions import Decisions
 
 B = TypeVar("B", bound=Batch)
+P = TypeVar("P", bound=Batch, contravariant=True)
+E = TypeVar("E")
 
 
-class TrainingGraph(Protocol):
+class TrainingGraph(Protocol[P, E]):
     """The network as an algorithm evaluates it; a `policies.base.Policy` is one."""
 
     network: Any  # what is evaluated and trained
 
-    def evaluate(self, piece: Any) -> Any:
+    def evaluate(self, piece: P) -> E:
         """Evaluates recorded steps, [b, t], in one forward; differentiable in the weights."""
 
-    def divergence(self, now: Any, reference: Any, piece: Any) -> Tensor:
+    def divergence(self, now: E, reference: E, piece: P) -> Tensor:
         """Returns how far two evaluations of a piece are apart, [b, t]; differentiable in `now`."""
 
 
 class Forward(NamedTuple):
     """One forward of the training graph, and the loss that is differentiated through it."""
 
-    piece: Any  # what was evaluated, [b, t]
-    now: Any  # what the graph says of it
+    piece: Batch  # what was evaluated, [b, t]
+    now: object  # what the graph says of it
     total: Tensor  # sum of the loss over the steps, scalar, before any division
     share: Tensor  # how much each step counts in it, [b, t]; a penalty on steps counts likewise
 
@@ -57,7 +59,7 @@ Backward = Callable[[Forward], None]
 class Algorithm(ABC, Generic[B]):
     """Turns samples with advantages into gradients."""
 
-    policy: TrainingGraph
+    policy: TrainingGraph[Any, Any]
     decisions: Decisions | None = None  # of a correction in this iteration; None without one
     auto_bands: AutoBands | None = None  # criteria that follow the mismatch, if there are any
 

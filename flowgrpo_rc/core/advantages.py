@@ -18,7 +18,7 @@ from torch import Tensor
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean, select
 
-# estimator -> its defaults for (norm_by_std, global_std)
+# estimator -> its (norm_by_std, global_std)
 ESTIMATORS = {
     "flow_grpo": (True, True),
     "grpo": (True, False),
@@ -27,6 +27,7 @@ ESTIMATORS = {
     "gdpo": (True, False),
 }
 
+EPS = 1e-4  # added to a standard deviation, in the unit of the rewards
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
@@ -45,12 +46,11 @@ def group_relative(
     norm_by_std: bool = True,
     global_std: bool = False,
     leave_one_out: bool = False,
-    eps: float = 1e-4,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
     """Computes the advantage of each sample over its group.
 
-        A_i = c (r_i - mean_g) / (std + eps)
+        A_i = c (r_i - mean_g) / (std + EPS)
 
     mean_g is the mean of the valid rewards of the group. c is 1, or n / (n - 1) with
     `leave_one_out` for a group of n valid samples: c (r_i - mean_g) is then the reward less the
@@ -66,7 +66,6 @@ def group_relative(
       global_std: take the standard deviation of all valid rewards of the batch, about their mean
         and over all processes, in place of that of the group. FlowGRPO does.
       leave_one_out: compare with the other samples of the group only, as RLOO does.
-      eps: added to the standard deviation, in the unit of the rewards.
       all_reduce: adds a tensor over the processes.
 
     Returns:
@@ -97,21 +96,19 @@ def group_relative(
     else:
         centred_GB = centred.expand(num_groups, -1)
         std = masked_mean(centred_GB**2, in_group_GB, 1).sqrt()[index]
-    return Advantages(advantages / (std + eps), zero_std_G)
+    return Advantages(advantages / (std + EPS), zero_std_G)
 
 
 def group_decoupled(
-    rewards: Sequence[Tensor],
-    weights: Sequence[float],
+    weighted_rewards: Sequence[tuple[float, Tensor]],
     group: Tensor,
     valid: Tensor,
     *,
-    eps: float = 1e-4,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
     """Computes the advantage of several rewards, each of which is normalised by itself.
 
-        A_i = S_i / (std(S) + eps),   S_i = sum_k w_k (r_ki - mean_gk) / (std_gk + eps)
+        A_i = S_i / (std(S) + EPS),   S_i = sum_k w_k (r_ki - mean_gk) / (std_gk + EPS)
 
     mean_gk and std_gk are those of reward k in the group, std(S) that of the whole batch. So only
     its weight decides how much a reward counts, not its scale. S needs no mean taken off, since
@@ -119,11 +116,9 @@ def group_decoupled(
     rounding of fp32, adds exactly 0.
 
     Args:
-      rewards: one [B] for each reward, each in its own unit.
-      weights: the weight of each reward.
+      weighted_rewards: each reward as its weight and its values, [B], in its own unit.
       group: int64, [B]; the group of each sample. A group is whole on one process.
       valid: bool, [B]; the samples that count, as in `group_relative`.
-      eps: added to both standard deviations.
       all_reduce: adds a tensor over the processes.
 
     Returns:
@@ -131,41 +126,30 @@ def group_decoupled(
 
     See "GDPO", https://arxiv.org/abs/2601.05242.
     """
-    by_reward = [group_relative(reward, group, valid, eps=eps) for reward in rewards]
-    weighted = [weight * one.values for weight, one in zip(weights, by_reward, strict=True)]
-    total = torch.stack(weighted).sum(0)
+    by_reward = [(weight, group_relative(x, group, valid)) for weight, x in weighted_rewards]
+    total = torch.stack([weight * advantages.values for weight, advantages in by_reward]).sum(0)
     std = masked_mean(total**2, valid, all_reduce=all_reduce).sqrt()
-    zero_std = torch.stack([one.zero_std for one in by_reward]).all(0)
-    return Advantages(total / (std + eps), zero_std)
+    zero_std = torch.stack([advantages.zero_std for _, advantages in by_reward]).all(0)
+    return Advantages(total / (std + EPS), zero_std)
 
 
 def estimate(
     estimator: str,
     rewards: Tensor,
-    terms: Sequence[Tensor],
-    weights: Sequence[float],
+    weighted_rewards: Sequence[tuple[float, Tensor]],
     group: Tensor,
     valid: Tensor,
     *,
-    norm_by_std: bool,
-    global_std: bool,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
     """Computes the advantages of an estimator by its name, one of `ESTIMATORS`.
 
-    Args:
-      estimator: the name.
-      rewards: weighted sum of the rewards, [B].
-      terms: each reward by itself, [B]; read by `gdpo` alone.
-      weights: weight of each of the terms.
-      group: index of the prompt that a sample belongs to, [B] int64.
-      valid: samples that have a reward and take part, [B] bool.
-      norm_by_std: whether to divide by a standard deviation.
-      global_std: whether that is the standard deviation of the batch.
-      all_reduce: adds up a tensor over processes.
+    `rewards` [B] are their weighted sum, and `weighted_rewards` each by itself, as
+    `group_decoupled` takes them, which `gdpo` alone reads.
     """
     if estimator == "gdpo":
-        return group_decoupled(terms, weights, group, valid, all_reduce=all_reduce)
+        return group_decoupled(weighted_rewards, group, valid, all_reduce=all_reduce)
+    norm_by_std, global_std = ESTIMATORS[estimator]
     return group_relative(
         rewards,
         group,
@@ -213,7 +197,7 @@ def advantage_metrics(
       group: int64, [B]; the group of each sample.
       ends: what each sample has become, [B, ...]; equal only for samples that are equal.
     """
-    members = [(group == one).nonzero().squeeze(1) for one in group.unique()]
+    members = [(group == slot).nonzero().squeeze(1) for slot in group.unique()]
     single = torch.stack([valid[rows].sum() < 2 for rows in members])
     # Group by group, since a copy of all samples would be large.
     identical = torch.stack([(ends[rows] == ends[rows[0]]).all() for rows in members])

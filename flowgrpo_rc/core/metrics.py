@@ -7,15 +7,15 @@ value, which later metrics are derived from and which no result holds.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
 
+Columns = TypeVar("Columns", bound=tuple[Tensor, ...])
 Derived = Callable[..., float]
-RowFunction = Callable[..., "MetricBag"]
 _FEW = 4096  # elements; a larger tensor is reduced at once, since keeping it would cost memory
 
 
@@ -39,15 +39,12 @@ class MetricBag:
         self._minima: dict[str, list[Tensor]] = {}
         self._derived: dict[str, tuple[tuple[str, ...], Derived]] = {}
         # Prefix and topic -> what is computed of its columns, and the columns of each block.
-        self._rows: dict[tuple[str, str], tuple[RowFunction, list[Mapping[str, Tensor]]]] = {}
+        self._rows: dict[tuple[str, str], tuple[Callable[[Any], MetricBag], list[Any]]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds elements to a mean. It is absent from the result if it has no element.
+        """Adds elements, those where `mask` (bool, of their shape) holds, to a mean.
 
-        Args:
-          name: name of the metric.
-          values: the elements, of any shape.
-          mask: bool, of the same shape; the elements that count. None for all.
+        A metric without any element is absent from the result.
         """
         values = values.detach()
         if mask is None:
@@ -57,14 +54,7 @@ class MetricBag:
             self.ratio(name, select(values, mask), mask)
 
     def ratio(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Adds a sum and a count to a mean. It is absent from the result if the count is 0.
-
-        Args:
-          name: name of the metric.
-          total: sum of the elements, or what adds up to it, of any shape.
-          count: number of the elements, or the sum of their weights, or what adds up to it, of any
-            shape.
-        """
+        """Adds a sum and a count, or what adds up to them, to a mean; absent if the count is 0."""
         self._add(self._sums, name, total)
         self._add(self._counts, name, count)
 
@@ -83,17 +73,14 @@ class MetricBag:
     def derive(self, name: str, needs: Sequence[str], function: Derived) -> None:
         """Defines a metric that follows from others after their reduction.
 
-        A standard deviation, for example, follows from the means of x and of x^2. The metric is
-        absent if one of those that it needs is.
-
-        Args:
-          name: name of the metric.
-          needs: names of the metrics that it follows from.
-          function: takes their values, in order, and returns the metric.
+        A standard deviation, for example, follows from the means of x and of x^2. `function` takes
+        the values of `needs`, in order. The metric is absent if one of them is.
         """
         self._derived[name] = (tuple(needs), function)
 
-    def rows(self, topic: str, function: RowFunction, **columns: Tensor) -> None:
+    def rows(
+        self, topic: str, function: Callable[[Columns], "MetricBag"], columns: Columns
+    ) -> None:
         """Adds a block of rows, one number of each row in a column, to those of a topic.
 
         The metrics of a topic are computed once, from the columns of all its blocks, and do not
@@ -101,18 +88,13 @@ class MetricBag:
 
         Args:
           topic: what the columns are about; every block has the same columns and function.
-          function: computes the metrics; its arguments are the columns of all rows, [B].
-          columns: name of the argument -> number of each row of the block, [b].
+          function: computes the metrics from the columns of all rows, [B].
+          columns: a NamedTuple of the columns of the block, [b].
         """
         self._rows.setdefault(("", topic), (function, []))[1].append(columns)
 
     def rename(self, names: Mapping[str, str], *, keep: bool) -> None:
-        """Gives metrics other names.
-
-        Args:
-          names: old name -> new name; old names that are not here are ignored.
-          keep: keep the old name as well.
-        """
+        """Gives metrics other names, old -> new; with `keep` they keep the old ones as well."""
         self._compute_rows()
         for store in self._stores():
             for old, new in names.items():
@@ -125,26 +107,14 @@ class MetricBag:
             }
 
     def pick(self, names: Mapping[str, str]) -> "MetricBag":
-        """Returns some of the metrics under new names; those of rows are not among them.
-
-        Args:
-          names: old name -> new name; old names that are not here are ignored.
-
-        Returns:
-          A new bag.
-        """
-        bag = MetricBag()
-        for store, own in zip(self._stores(), bag._stores(), strict=True):
-            own.update({new: copy(store[old]) for old, new in names.items() if old in store})
-        return bag
+        """Returns some of the metrics, without those of rows, under new names: old -> new."""
+        metrics = MetricBag()
+        for store, picked in zip(self._stores(), metrics._stores(), strict=True):
+            picked.update({new: copy(store[old]) for old, new in names.items() if old in store})
+        return metrics
 
     def replace(self, other: "MetricBag", prefix: str = "") -> None:
-        """Takes in another bag in place of the metrics here that have the same names.
-
-        Args:
-          other: the bag to take in.
-          prefix: prepended to its names, with a slash between.
-        """
+        """Takes in another bag, as `merge` does, in place of metrics that have the same names."""
         self._compute_rows()
         other._compute_rows()
         taken = {_join(prefix, name) for store in other._stores() for name in store}
@@ -154,16 +124,11 @@ class MetricBag:
         self.merge(other, prefix)
 
     def merge(self, other: "MetricBag", prefix: str = "") -> None:
-        """Takes in another bag, as if its elements had been added here.
-
-        Args:
-          other: the bag to take in.
-          prefix: prepended to its names, with a slash between.
-        """
+        """Takes in another bag, as if its elements had been added here; `prefix/` goes before."""
         # References, not copies: the elements are reduced once, in `compute`.
-        for own, store in zip(self._stores()[:-1], other._stores()[:-1], strict=True):
-            for name, values in store.items():
-                own.setdefault(_join(prefix, name), []).extend(values)
+        for ours, theirs in zip(self._stores()[:-1], other._stores()[:-1], strict=True):
+            for name, values in theirs.items():
+                ours.setdefault(_join(prefix, name), []).extend(values)
         for name, (needs, function) in other._derived.items():
             self._derived[_join(prefix, name)] = (
                 tuple(_join(prefix, need) for need in needs),
@@ -202,12 +167,12 @@ class MetricBag:
         maxima = [_all(self._maxima[name]).amax() for name in upper]
         maxima += [-_all(self._minima[name]).amin() for name in lower]
         # One tensor and one transfer for all sums, one for all extrema.
-        parts = []
+        reduced = []
         if sums:
-            parts.append(all_reduce_sum(torch.stack([value.to(device) for value in sums])))
+            reduced.append(all_reduce_sum(torch.stack([value.to(device) for value in sums])))
         if maxima:
-            parts.append(all_reduce_max(torch.stack([value.to(device) for value in maxima])))
-        flat = iter(torch.cat(parts).tolist() if parts else [])
+            reduced.append(all_reduce_max(torch.stack([value.to(device) for value in maxima])))
+        flat = iter(torch.cat(reduced).tolist() if reduced else [])
         total = {name: next(flat) for name in summed}
         count = {name: next(flat) for name in counted}
         highest = {name: next(flat) for name in upper}
@@ -229,10 +194,11 @@ class MetricBag:
         }
 
     def _compute_rows(self) -> None:
-        rows, self._rows = self._rows, {}
+        rows = self._rows
+        self._rows = {}
         for (prefix, _), (function, blocks) in rows.items():
-            columns = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
-            self.merge(function(**columns), prefix)
+            columns = type(blocks[0])._make(map(torch.cat, zip(*blocks, strict=True)))
+            self.merge(function(columns), prefix)
 
     def _stores(self) -> tuple[dict[str, Any], ...]:
         return self._sums, self._counts, self._maxima, self._minima, self._derived

@@ -12,14 +12,9 @@ from torch import Tensor
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Returns a 63-bit seed that follows from integers and strings.
+    """Returns the first 63 bits of a SHA-256 hash of what a draw is for.
 
-    Args:
-      *parts: what the draw is for. Other values, another order or another type (1 and "1") give
-        an independent seed.
-
-    Returns:
-      The first 63 bits of a SHA-256 hash of the parts.
+    Other values, another order or another type (1 and "1") give an independent seed.
     """
     # The type and a separator that no text contains keep (1, "2") and ("1", 2) and (12,) apart.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
@@ -29,27 +24,14 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """Returns a fresh generator for one draw.
-
-    Args:
-      *parts: what the draw is for, as in `derive_seed`.
-
-    Returns:
-      A generator of the CPU, so that every device gets the same numbers.
-    """
+    """Returns a fresh generator of the CPU, so that every device gets the same numbers."""
     return torch.Generator("cpu").manual_seed(derive_seed(*parts))
 
 
 def normal(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> Tensor:
-    """Draws standard normal noise. Row i depends on seeds[i] and the purpose alone.
+    """Draws standard normal noise [len(seeds), *shape], fp32 on the CPU.
 
-    Args:
-      shape: shape of one row.
-      seeds: one seed for each row.
-      *purpose: what the draw is for, as in `derive_seed`.
-
-    Returns:
-      [len(seeds), *shape], fp32, on the CPU.
+    Row i depends on seeds[i] and the purpose, as `derive_seed` takes it, alone.
     """
     # Row by row: one draw of all rows would depend on how many there are.
     rows = [torch.randn(tuple(shape), generator=generator(seed, *purpose)) for seed in seeds]
@@ -57,16 +39,7 @@ def normal(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> T
 
 
 def uniform(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> Tensor:
-    """Draws numbers that are uniform in [0, 1). Row i depends on seeds[i] and the purpose alone.
-
-    Args:
-      shape: shape of one row.
-      seeds: one seed for each row.
-      *purpose: what the draw is for, as in `derive_seed`.
-
-    Returns:
-      [len(seeds), *shape], float64, on the CPU.
-    """
+    """Draws numbers that are uniform in [0, 1), float64 on the CPU, by row as `normal` does."""
     rows = [
         torch.rand(tuple(shape), generator=generator(seed, *purpose), dtype=torch.float64)
         for seed in seeds

@@ -16,68 +16,35 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 def identity(total: Tensor) -> Tensor:
-    """Returns its argument: the reduction of a single process.
-
-    Args:
-      total: a sum over the elements of this process, of any shape.
-
-    Returns:
-      The sum over all processes, which is the same tensor.
-    """
+    """Returns its argument: the reduction of a single process."""
     return total
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns `values` where `mask` holds and 0 elsewhere.
+    """Returns `values` where `mask`, bool of their shape, holds and 0 elsewhere.
 
-    Args:
-      values: of any shape.
-      mask: bool, of the same shape.
-
-    Returns:
-      A new tensor of the same shape; no gradient flows where the mask is False.
+    No gradient flows where the mask is False.
     """
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def select_(values: Tensor, mask: Tensor) -> Tensor:
-    """Sets `values` to 0 in place where `mask` does not hold.
+    """Sets `values` to 0 in place where `mask` does not hold, and returns them.
 
     It is `select` for temporaries, and faster: new memory that is not in the cache yet costs more
     than the arithmetic.
-
-    Args:
-      values: of any shape; it is changed.
-      mask: bool, of the same shape.
-
-    Returns:
-      `values`.
     """
     return values.masked_fill_(~mask, 0)
 
 
 def row_counts(mask: Tensor) -> Tensor:
-    """Counts the elements of each row where `mask` holds.
-
-    Args:
-      mask: bool, [B, T].
-
-    Returns:
-      float64, [B].
-    """
+    """Counts the elements of each row of a mask, bool [B, T], that hold: float64 [B]."""
     # An int32 sum is twice as fast as one in int64, the default.
     return mask.sum(1, dtype=torch.int32).double()
 
 
 def row_max(values: Tensor) -> Tensor:
-    """Returns the maximum of each row of values that are never negative.
-
-    Args:
-      values: [B, T], 0 or above.
-
-    Returns:
-      [B]; 0 if T is 0, where `amax` would fail.
-    """
+    """Returns the maximum of each row of values [B, T] that are never negative; 0 if T is 0."""
     return values.amax(1) if values.shape[1] else values.sum(1)
 
 

@@ -31,17 +31,14 @@ def window_bounds(
     Raises:
       ValueError: the window does not fit the schedule, or holds a step without a density.
     """
-    if bounds is not None and len(bounds) != 2:
+    span = [0, num_steps - 1] if bounds is None else list(bounds)
+    if len(span) != 2 or not 0 <= span[0] < span[1] <= num_steps:
+        steps = f", 0 <= first < last <= {num_steps} (rollout.pipeline.num_inference_steps)"
         raise ValueError(
-            f"rollout.algo.sde_window_range={list(bounds)}: give two step indices, [first, last]"
+            f"rollout.algo.sde_window_range={span}: give two step indices, [first, last]"
+            + (steps if len(span) == 2 else "")
         )
-    first, last = (0, num_steps - 1) if bounds is None else (int(bounds[0]), int(bounds[1]))
-    if not 0 <= first < last <= num_steps:
-        raise ValueError(
-            f"rollout.algo.sde_window_range=[{first}, {last}] does not lie in the schedule of "
-            f"{num_steps} steps: give 0 <= first < last <= {num_steps} "
-            "(rollout.pipeline.num_inference_steps)"
-        )
+    first, last = map(int, span)
     if sde_type == "cps" and last == num_steps:
         raise ValueError(
             f"rollout.algo.sde_window_range=[{first}, {last}] includes the last step, which has no "
@@ -103,9 +100,7 @@ def draw_windows(
     slots: Sequence[int],
     samples_per_prompt: int,
     *,
-    size: int,
-    first: int,
-    last: int,
+    window: tuple[int, int, int],
     sharing: str,
     seed: int,
     step: int,
@@ -115,7 +110,7 @@ def draw_windows(
     Args:
       slots: [P]; position of each prompt in the global batch.
       samples_per_prompt: n.
-      size: number of steps of a window, T, which lies in [first, last).
+      window: number of steps of a window, T, and the steps [first, last) in which it lies.
       sharing: who has the same window: `batch` (all samples), `group` (those of a prompt) or
         `sample` (nobody; one other project saw its training collapse with it).
       seed: seed of the run.
@@ -127,6 +122,7 @@ def draw_windows(
     See "MixGRPO", https://arxiv.org/abs/2507.21802, for windows at random places; `sliding_start`
     has those that slide.
     """
+    size, first, last = window
     samples = [(slot, index) for slot in slots for index in range(samples_per_prompt)]
     # Samples that share a window share the numbers that its start is drawn from.
     key_length = {"batch": 0, "group": 1, "sample": 2}[sharing]

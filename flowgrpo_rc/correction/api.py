@@ -25,6 +25,7 @@ from flowgrpo_rc.correction.correct import (
 from flowgrpo_rc.correction.diagnostics import put_gap
 from flowgrpo_rc.correction.log_ratios import compute_log_ratios
 from flowgrpo_rc.correction.thresholds import RS_KEY, STEP_KL
+from flowgrpo_rc.plugins import check_that
 
 B = TypeVar("B", bound=Batch)
 # What can be said about the training policy alone.
@@ -76,7 +77,7 @@ def compute_rollout_correction_and_rejection_mask(
         response_mask=response_mask,
         step_kl=step_kl,
     )
-    found = _corrected(
+    correction = _corrected(
         old_log_prob,
         rollout_log_prob,
         response_mask,
@@ -92,8 +93,9 @@ def compute_rollout_correction_and_rejection_mask(
         normalize=normalize,
     )
     metrics = MetricBag()
-    metrics.merge(found.metrics, "rollout_corr")
-    return CorrectionResult(found.weights, found.mask.to(response_mask.dtype), metrics.compute())
+    metrics.merge(correction.metrics, "rollout_corr")
+    mask = correction.mask.to(response_mask.dtype)
+    return CorrectionResult(correction.weights, mask, metrics.compute())
 
 
 def compute_rollout_correction_weights(
@@ -117,7 +119,7 @@ def compute_rollout_correction_weights(
       The weights, [B, T], without gradient, 0 where there is no step.
     """
     _check_tensors(log_ratio=log_ratio, response_mask=response_mask)
-    found = _corrected(
+    correction = _corrected(
         log_ratio,
         torch.zeros_like(log_ratio),
         response_mask,
@@ -126,8 +128,8 @@ def compute_rollout_correction_weights(
         rollout_is_mode=rollout_is_mode,
         rollout_is_batch_normalize=rollout_is_batch_normalize,
     )
-    assert found.weights is not None
-    return found.weights
+    assert correction.weights is not None
+    return correction.weights
 
 
 def compute_rollout_rejection_mask(
@@ -152,7 +154,7 @@ def compute_rollout_rejection_mask(
       The mask that is left, [B, T], in the dtype of `response_mask`.
     """
     _check_tensors(log_ratio=log_ratio, response_mask=response_mask, step_kl=step_kl)
-    found = _corrected(
+    correction = _corrected(
         log_ratio,
         torch.zeros_like(log_ratio),
         response_mask,
@@ -161,7 +163,7 @@ def compute_rollout_rejection_mask(
         rollout_rs_threshold=rollout_rs_threshold,
         rollout_rs_threshold_lower=rollout_rs_threshold_lower,
     )
-    return found.mask.to(response_mask.dtype)
+    return correction.mask.to(response_mask.dtype)
 
 
 def compute_offpolicy_metrics(
@@ -185,14 +187,14 @@ def compute_offpolicy_metrics(
     # Beside itself, a policy has the metrics of one policy.
     other_log_prob = old_log_prob if rollout_log_prob is None else rollout_log_prob
     step_mask = response_mask.bool()
-    bag = MetricBag()
+    metrics = MetricBag()
     for rows in row_blocks(step_mask):
         ratios = compute_log_ratios(old_log_prob[rows], other_log_prob[rows], step_mask[rows])
-        put_gap(bag, ratios)
-    found = bag.compute()
+        put_gap(metrics, ratios)
+    values = metrics.compute()
     if rollout_log_prob is None:
-        found = {name: found[name] for name in _TRAINING_METRICS if name in found}
-    return found
+        values = {name: values[name] for name in _TRAINING_METRICS if name in values}
+    return values
 
 
 def apply_bypass_mode(batch: B) -> B:
@@ -262,8 +264,8 @@ def _corrected(
     config = RolloutCorrectionConfig(**settings)
     config.validate()
     corrector = Corrector(config)
-    if step_kl is not None and not corrector.rules.needs_step_kl:
-        raise ValueError(f"step_kl has no effect without {RS_KEY}={STEP_KL}: drop it, or set that")
+    message = f"step_kl has no effect without {RS_KEY}={STEP_KL}: drop it, or set that"
+    check_that(step_kl is None or corrector.rules.needs_step_kl, message)
     return corrector(training_log_probs, rollout_log_probs, response_mask.bool(), step_kl=step_kl)
 
 
@@ -273,14 +275,14 @@ def _check_tensors(**tensors: Tensor | None) -> None:
     Log-probs, log-ratios and KL are floating-point numbers. Masks of a batch are bool; only the
     documents' `response_mask` may hold numbers.
     """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     # One column would be broadcast against many, and give numbers that look sound.
-    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        raise ValueError(f"log-probs, mask and step_kl must all be [B, T]; got {shapes}")
-    for name, tensor in given.items():
+    shapes = {name: tuple(tensor.shape) for name, tensor in present.items()}
+    alike = len(set(shapes.values())) == 1 and all(len(shape) == 2 for shape in shapes.values())
+    check_that(alike, f"log-probs, mask and step_kl must all be [B, T]; got {shapes}")
+    for name, tensor in present.items():
         if name in ("step_mask", "rejection_mask"):
-            if tensor.dtype != torch.bool:
-                raise ValueError(f"{name} must be bool; got {tensor.dtype}")
-        elif name != "response_mask" and not tensor.is_floating_point():
-            raise ValueError(f"{name} must hold floating-point numbers; got {tensor.dtype}")
+            check_that(tensor.dtype == torch.bool, f"{name} must be bool; got {tensor.dtype}")
+        elif name != "response_mask":
+            message = f"{name} must hold floating-point numbers; got {tensor.dtype}"
+            check_that(tensor.is_floating_point(), message)

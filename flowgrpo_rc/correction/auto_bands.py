@@ -26,7 +26,7 @@ from flowgrpo_rc.correction.rejection import inside, statistic
 from flowgrpo_rc.correction.thresholds import Band
 
 # The least standard deviation. fp32 sums in another order differ by 1e-8.
-FLOOR = 1e-6
+LEAST_SPREAD = 1e-6
 
 
 class Scale(NamedTuple):
@@ -70,13 +70,10 @@ class AutoBands:
         *,
         num_mini_batches: int = 1,
     ) -> None:
-        """Starts with no observation, so that nothing is rejected.
+        """Starts with no observation, kept on a device, so that nothing is rejected.
 
-        Args:
-          bands: the `auto` criteria; their bounds are in units of the spread.
-          num_steps: number of steps of the schedule, S.
-          device: where the observations are kept.
-          num_mini_batches: of an iteration, each with an update.
+        The bounds of the `auto` criteria, `bands`, are in units of the spread. The schedule has
+        `num_steps`, S; each of the `num_mini_batches` of an iteration ends with an update.
         """
         self._bands = bands
         self._num_steps = num_steps
@@ -148,11 +145,7 @@ class AutoBands:
     def reasons(self, seed: int) -> list[Reason]:
         """Returns which bands rejected a sample of this iteration, or of the one just finished.
 
-        Args:
-          seed: the sample.
-
-        Returns:
-          For each such band the value that lies farthest outside, and the bounds that it had there.
+        Each such band has the value that lies farthest outside, and the bounds that it had there.
         """
         worst: dict[str, tuple[float, Reason]] = {}
         for band, seeds, value, scale in self._judged:
@@ -169,11 +162,7 @@ class AutoBands:
         return [reason for _, reason in worst.values()]
 
     def finish(self, gather: Gather) -> None:
-        """Ends an iteration: the bands take in what all processes have seen.
-
-        Args:
-          gather: joins the rows of all processes.
-        """
+        """Ends an iteration: the bands take in what all processes have seen, by `gather`."""
         for band in self._bands:
             self._histories[band.name].finish(gather)
             self._scales[band.name] = self._scale(band)
@@ -207,15 +196,9 @@ def stage_of(updates: int) -> int:
 
 
 def observed(ratios: LogRatios, band: Band) -> Tensor:
-    """Computes the statistic of a criterion with the size of a log-ratio.
+    """Computes the statistic of a criterion with the size of a log-ratio, [b, T] or [b, 1].
 
-    Args:
-      ratios: log-ratios of a block of rows.
-      band: the criterion.
-
-    Returns:
-      k1 as it is, or sqrt(2 x) of a statistic x that is a square: of steps, [b, T], or of
-      sequences, [b, 1].
+    It is k1 as it is, or sqrt(2 x) of a statistic x that is a square.
     """
     value = statistic(ratios, band)
     return value if band.estimator == "k1" else torch.sqrt(2 * value)
@@ -248,5 +231,5 @@ def robust(values: Tensor, band: Band) -> Scale:
     # A tensor, not a bool: the host would wait for the device at every step.
     warm = torch.isfinite(values).sum() >= WARM_UP
     centre = torch.where(warm, median, 0.0)
-    spread = torch.where(warm, (ROBUST * deviation).clamp(min=FLOOR), math.inf)
+    spread = torch.where(warm, (ROBUST * deviation).clamp(min=LEAST_SPREAD), math.inf)
     return Scale(centre, spread)

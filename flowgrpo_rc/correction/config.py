@@ -1,10 +1,11 @@
 """Settings of the rollout correction, `algorithm.rollout_correction` in the configuration."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from flowgrpo_rc.correction.presets import Presets
 from flowgrpo_rc.correction.thresholds import (
@@ -16,13 +17,37 @@ from flowgrpo_rc.correction.thresholds import (
     parse_weight_bounds,
 )
 from flowgrpo_rc.correction.weights import IS_LEVELS
-from flowgrpo_rc.plugins import check_choice, load_function
+from flowgrpo_rc.plugins import check_choice, check_that, load_function
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NORMALIZE = ("all", "kept")
 BYPASS_LEVELS = ("step", "window")
 LOG_PROB_SCALES = ("mean", "sum")
 METRIC_NAMES = ("verl", "slime", "both")
+
+
+class CustomCorrection(Protocol):
+    """A user's function in place of the built-in weights and mask (`custom_correction`)."""
+
+    def __call__(
+        self,
+        training_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        step_mask: Tensor,
+        config: "RolloutCorrectionConfig",
+        /,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Computes weights and mask. No gradient flows through it.
+
+        Args:
+          training_log_probs: log-probs of the training graph, [B, T].
+          rollout_log_probs: log-probs of the policy that sampled, [B, T].
+          step_mask: bool, the steps that exist, [B, T].
+          config: all settings of the rollout correction.
+
+        Returns:
+          The weights, [B, T], or None for none, and the steps that stay, bool [B, T].
+        """
 
 
 class Rules(NamedTuple):
@@ -93,7 +118,7 @@ class RolloutCorrectionConfig(Presets):
         elements, whose ratio is that of the densities; `mean` by their mean, as the loss does.
     metric_names: `verl`, `slime` or `both`.
     custom_correction: "module:function" in place of the built-in weights and mask; see
-        `correct.CustomCorrection`.
+        `correction.config.CustomCorrection`.
     """
 
     bypass_mode: bool = False
@@ -151,12 +176,12 @@ class RolloutCorrectionConfig(Presets):
         self._validate_values()
         self._validate_contradictions()
         rules = self.rules()
-        if self.log_prob_scale != "mean" and not self._scales_something(rules):
-            raise ValueError(
-                f"{KEY}.log_prob_scale={self.log_prob_scale} has nothing to act on: it scales "
-                f"weights ({KEY}.rollout_is), thresholds of k1 to k3 that are numbers, and the "
-                "veto, but neither step_kl nor auto:k; set one of these, or drop it"
-            )
+        check_that(
+            self.log_prob_scale == "mean" or self._scales_something(rules),
+            f"{KEY}.log_prob_scale={self.log_prob_scale} has nothing to act on: it scales "
+            f"weights ({KEY}.rollout_is), thresholds of k1 to k3 that are numbers, and the veto, "
+            "but neither step_kl nor auto:k; set one of these, or drop it",
+        )
         self.load_custom()
         return rules
 
@@ -166,7 +191,7 @@ class RolloutCorrectionConfig(Presets):
         scaled = any(band.name != STEP_KL for band in rules.bands) or rules.log_veto is not None
         return scaled or rules.level is not None or self.custom_correction is not None
 
-    def load_custom(self) -> Callable[..., Any] | None:
+    def load_custom(self) -> CustomCorrection | None:
         """Finds the function that `custom_correction` names; None if it is null, ValueError if
         there is none.
         """
@@ -191,18 +216,19 @@ class RolloutCorrectionConfig(Presets):
         )
         for name, allowed in choices:
             check_choice(f"{KEY}.{name}", vars(self)[name], allowed)
-        if self.centered is not None and not isinstance(self.centered, bool):
-            raise ValueError(f"{KEY}.centered={self.centered!r}: give true, false or null")
         # Python takes 1, 0 and "false" in conditions, where a user may mean something else.
-        for name in ("bypass_mode", "rollout_is_batch_normalize"):
-            if not isinstance(vars(self)[name], bool):
-                raise ValueError(f"{KEY}.{name}={vars(self)[name]!r}: give true or false")
+        for name in ("bypass_mode", "rollout_is_batch_normalize", "centered"):
+            value = vars(self)[name]
+            may_be_null = name == "centered"
+            words = "true, false or null" if may_be_null else "true or false"
+            is_allowed = isinstance(value, bool) or (may_be_null and value is None)
+            check_that(is_allowed, f"{KEY}.{name}={value!r}: give {words}")
         veto = self.rollout_token_veto_threshold
-        if veto is not None and (not isinstance(veto, Real) or not 0 < veto < 1):
-            raise ValueError(
-                f"{KEY}.rollout_token_veto_threshold={veto!r}: give a ratio between 0 and 1, such "
-                "as 1e-4"
-            )
+        check_that(
+            veto is None or (isinstance(veto, Real) and 0 < veto < 1),
+            f"{KEY}.rollout_token_veto_threshold={veto!r}: give a ratio between 0 and 1, such as "
+            "1e-4",
+        )
 
     def _validate_contradictions(self) -> None:
         weighs = self.rollout_is is not None
@@ -245,5 +271,4 @@ class RolloutCorrectionConfig(Presets):
             ),
         )
         for holds, message in contradictions:
-            if holds:
-                raise ValueError(f"{KEY}.{message}")
+            check_that(not holds, f"{KEY}.{message}")

@@ -11,7 +11,7 @@ Legend: B rows, T steps.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,31 +43,6 @@ class Correction(NamedTuple):
     weight_sums: Tensor | None
 
 
-class CustomCorrection(Protocol):
-    """A user's function in place of the built-in weights and mask (`custom_correction`)."""
-
-    def __call__(
-        self,
-        training_log_probs: Tensor,
-        rollout_log_probs: Tensor,
-        step_mask: Tensor,
-        config: RolloutCorrectionConfig,
-        /,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Computes weights and mask. No gradient flows through it.
-
-        Args:
-          training_log_probs: log-probs of the training graph, [B, T].
-          rollout_log_probs: log-probs of the policy that sampled, [B, T].
-          step_mask: bool, the steps that exist, [B, T].
-          config: all settings of the rollout correction.
-
-        Returns:
-          The weights, [B, T], or None for none, and the steps that stay, bool [B, T].
-        """
-        ...
-
-
 class Corrector:
     """Corrects log-probs as one rollout correction says, whose settings `validate` has passed.
 
@@ -77,7 +52,7 @@ class Corrector:
     def __init__(self, config: RolloutCorrectionConfig, rules: Rules | None = None) -> None:
         self.config = config
         self.rules = config.rules() if rules is None else rules
-        self._custom: CustomCorrection | None = config.load_custom()
+        self._custom = config.load_custom()
 
     def __call__(
         self,
@@ -88,8 +63,7 @@ class Corrector:
         allowed: Tensor | None = None,
         step_kl: Tensor | None = None,
         num_elements: int = 1,
-        normalise: bool = True,
-        all_reduce: AllReduce = identity,
+        all_reduce: AllReduce | None = identity,
     ) -> Correction:
         """Computes weights, mask and metrics, under the names that the settings ask for.
 
@@ -104,8 +78,8 @@ class Corrector:
           allowed: bool, the steps that an earlier decision keeps, [B, T]; None for everything.
           step_kl: exact KL of the steps, [B, T]; left alone unless a criterion asks for it.
           num_elements: number of elements that a log-prob is the mean of, for `log_prob_scale=sum`.
-          normalise: False leaves batch normalisation to the caller, who knows the whole batch.
-          all_reduce: adds up a tensor over processes.
+          all_reduce: adds up a tensor over processes; None leaves batch normalisation to the
+            caller, who knows the whole batch.
 
         Raises:
           ValueError: if a criterion needs `step_kl` or, for `auto:k`, an earlier decision, and
@@ -117,39 +91,14 @@ class Corrector:
             training_log_probs = training_log_probs.detach().double() * num_elements
             rollout_log_probs = rollout_log_probs.detach().double() * num_elements
         if self._custom is not None:
-            found = self._apply_custom(training_log_probs, rollout_log_probs, step_mask)
-        else:
-            _check_given(self.rules, allowed, step_kl)
-            kl = step_kl if self.rules.needs_step_kl else None
-            found = self._apply_rules(training_log_probs, rollout_log_probs, step_mask, allowed, kl)
-        weights = found.weights
-        if weights is not None and found.weight_sums is not None:
-            # A micro-batch in the loss is not the batch whose mean counts.
-            if normalise:
-                factor = normalisation(*all_reduce(found.weight_sums))
-                found.metrics.max("rollout_is_batch_norm_factor", factor)
-                weights = (weights / factor).to(weights.dtype)
-            else:
-                dtype = weights.dtype  # not rounded before the loss divides by their mean
-                found.metrics.ratio("rollout_is_batch_norm_factor", *found.weight_sums)
-        apply_names(found.metrics, self.config.metric_names, self.rules.bounds.mode)
-        return found._replace(weights=None if weights is None else weights.to(dtype))
-
-    def _apply_rules(
-        self,
-        training_log_probs: Tensor,
-        rollout_log_probs: Tensor,
-        step_mask: Tensor,
-        allowed: Tensor | None,
-        step_kl: Tensor | None,
-    ) -> Correction:
-        """Computes weights, mask and metrics, block by block, before batch normalisation."""
+            correction = self._customised(training_log_probs, rollout_log_probs, step_mask)
+            return self._normalised(correction, dtype, all_reduce)
+        _check_given(self.rules, allowed, step_kl)
         rules = self.rules
-        weighs = rules.level is not None
         keep_mask = torch.empty_like(step_mask)
         # In fp16 a small weight would be rounded before the normalisation makes it large.
         precision = torch.promote_types(training_log_probs.dtype, torch.float32)
-        weights = torch.empty_like(training_log_probs, dtype=precision) if weighs else None
+        weights = torch.empty_like(training_log_probs, dtype=precision) if rules.level else None
         terms = keep_mask.new_empty((2, len(step_mask)), dtype=torch.float64)
         metrics = MetricBag()
         for rows in row_blocks(step_mask):
@@ -157,40 +106,47 @@ class Corrector:
                 training_log_probs[rows],
                 rollout_log_probs[rows],
                 step_mask[rows],
-                None if step_kl is None else step_kl[rows],
+                step_kl[rows] if rules.needs_step_kl and step_kl is not None else None,
             )
             # Without a level the weight metrics are those of the token level.
             weight = weigh(ratios, rules.level or "token", rules.bounds)
             put_gap(metrics, ratios)
             put_weights(metrics, ratios, weight, rules.bounds)
-            kept = judge(metrics, ratios, weight, rules, None if allowed is None else allowed[rows])
-            keep_mask[rows] = kept
+            allowed_rows = None if allowed is None else allowed[rows]
+            keep_mask[rows] = judge(metrics, ratios, weight, rules, allowed_rows)
             if weights is not None:
                 weights[rows] = weight.of_steps(ratios.finite_mask)
             if rules.batch_normalize:
-                over = kept if rules.over_kept else None
+                over = keep_mask[rows] if rules.over_kept else None
                 # By row, so that the sum does not depend on where blocks begin.
                 terms[:, rows] = mean_weight_terms(ratios, weight, over)
-        sums = terms.sum(1) if rules.batch_normalize and weighs else None
-        return Correction(weights, keep_mask, metrics, sums)
+        sums = terms.sum(1) if rules.batch_normalize and rules.level else None
+        correction = Correction(weights, keep_mask, metrics, sums)
+        return self._normalised(correction, dtype, all_reduce)
+
+    def _normalised(
+        self, correction: Correction, dtype: torch.dtype, all_reduce: AllReduce | None
+    ) -> Correction:
+        """Divides weights by their mean where the settings ask for it; rounds them to `dtype`."""
+        weights, _, metrics, sums = correction
+        if weights is not None and sums is not None:
+            # A micro-batch in the loss is not the batch whose mean counts.
+            if all_reduce is not None:
+                factor = normalisation(*all_reduce(sums))
+                metrics.max("rollout_is_batch_norm_factor", factor)
+                weights = (weights / factor).to(weights.dtype)
+            else:
+                dtype = weights.dtype  # not rounded before the loss divides by their mean
+                metrics.ratio("rollout_is_batch_norm_factor", *sums)
+        apply_names(metrics, self.config.metric_names, self.rules.bounds.mode)
+        return correction._replace(weights=None if weights is None else weights.to(dtype))
 
     def batch(
         self, batch: B, *, step_kl: Tensor | None = None, all_reduce: AllReduce = identity
     ) -> tuple[B, MetricBag]:
         """Corrects a batch by its old log-probs, once per global batch (decoupled mode).
 
-        Args:
-          batch: samples with rollout and old log-probs.
-          step_kl: exact KL between rollout's and old policy's steps, [B, T].
-          all_reduce: adds up a tensor over processes.
-
-        Returns:
-          The batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask` (that
-          of the batch, narrowed further), and metrics, names without prefix.
-
-        Raises:
-          ValueError: if the batch lacks old or rollout log-probs, or `step_kl` is needed and
-            missing.
+        See `api.apply_rollout_correction_to_batch`.
         """
         rollout_log_probs = require_rollout_log_probs(batch)
         if batch.old_log_probs is None:
@@ -198,7 +154,7 @@ class Corrector:
                 "decoupled correction needs old_log_probs: recompute them with the training graph "
                 "first"
             )
-        found = self(
+        correction = self(
             batch.old_log_probs,
             rollout_log_probs,
             batch.step_mask,
@@ -207,21 +163,23 @@ class Corrector:
             num_elements=batch.num_elements,
             all_reduce=all_reduce,
         )
-        corrected = batch.replace(rollout_is_weights=found.weights, rejection_mask=found.mask)
-        return corrected, found.metrics
+        corrected = batch.replace(
+            rollout_is_weights=correction.weights, rejection_mask=correction.mask
+        )
+        return corrected, correction.metrics
 
-    def _apply_custom(
+    def _customised(
         self, training_log_probs: Tensor, rollout_log_probs: Tensor, step_mask: Tensor
     ) -> Correction:
         """Calls the user's function, and measures its weights and mask like the built-in ones."""
         assert self._custom is not None
         config = self.config
         with torch.no_grad():
-            given, keep_mask = self._custom(
+            used, keep_mask = self._custom(
                 training_log_probs.detach(), rollout_log_probs, step_mask, config
             )
         shape = step_mask.shape
-        if keep_mask.shape != shape or (given is not None and given.shape != shape):
+        if keep_mask.shape != shape or (used is not None and used.shape != shape):
             raise ValueError(
                 f"custom_correction={config.custom_correction}: weights and mask must be "
                 f"{tuple(shape)}"
@@ -230,29 +188,24 @@ class Corrector:
         ratios = compute_log_ratios(training_log_probs, rollout_log_probs, step_mask)
         keep_mask = keep_mask.bool() & ratios.finite_mask
         weights = weigh(ratios, "token", _UNBOUNDED)
-        if given is not None:
-            given = select(given.detach(), ratios.finite_mask)
-            weights = weights._replace(used=given.double())
+        if used is not None:
+            used = select(used.detach(), ratios.finite_mask)
+            weights = weights._replace(used=used.double())
         metrics = MetricBag()
         put_gap(metrics, ratios)
         put_weights(metrics, ratios, weights, _UNBOUNDED)
         put_decisions(metrics, ratios, keep_mask, torch.zeros_like(ratios.num_finite_B))
         sums = None
-        if given is not None and self.rules.batch_normalize:
+        if used is not None and self.rules.batch_normalize:
             over = keep_mask if self.rules.over_kept else None
             sums = mean_weight_terms(ratios, weights, over).sum(1)
-        return Correction(given, keep_mask, metrics, sums)
+        return Correction(used, keep_mask, metrics, sums)
 
 
 def normalisation(total: Tensor, count: Tensor) -> Tensor:
-    """Computes the mean weight that batch normalisation divides by.
+    """Computes the mean weight that batch normalisation divides by: total / count, float64 scalars.
 
-    Args:
-      total: sum of the weights, float64 scalar.
-      count: number of the weights, float64 scalar.
-
-    Returns:
-      total / count, float64 scalar; 1 where all weights are 0, as in verl.
+    It is 1 where all weights are 0, as in verl.
     """
     # The weights of all micro-batches and processes, divided once.
     mean = total / count.clamp(min=1)

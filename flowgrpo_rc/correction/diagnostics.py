@@ -1,11 +1,12 @@
 """Metrics of the gap between rollout policy and training graph, and of the importance weights.
 
-The names are those of the documents. A block of rows [b, T] puts one number of each row into
-a `MetricBag`; the metrics are functions of these columns, [B]. Sequences without a finite step take
-no part.
+The names are those of the documents, without prefix. A block of rows [b, T] puts one number of each
+row into a `MetricBag`; the metrics are functions of these columns, [B]. Sequences without a finite
+step take no part.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,17 +17,23 @@ from flowgrpo_rc.correction.thresholds import WeightBounds
 from flowgrpo_rc.correction.weights import Weights
 
 
-def put_gap(metrics: MetricBag, ratios: LogRatios) -> None:
-    """Puts what `gap_metrics` needs of a block of rows.
+class GapColumns(NamedTuple):
+    """What `gap_metrics` needs of each row, [B]; r_t is the ratio training / rollout of step t."""
 
-    Args:
-      metrics: takes in the columns.
-      ratios: log-ratios of the block.
-    """
+    num_finite_B: Tensor  # number of finite steps
+    training_sum_B: Tensor  # sum of the training log-probs over these steps
+    rollout_sum_B: Tensor  # sum of the rollout log-probs
+    log_ratio_sum_B: Tensor  # sum of log r_t
+    k3_sum_B: Tensor  # sum of r_t - 1 - log r_t
+    chi2_sum_B: Tensor  # sum of r_t^2 - 1
+    absolute_sum_B: Tensor  # sum of |log r_t|
+    highest_absolute_B: Tensor  # maximum of |log r_t|
+
+
+def put_gap(metrics: MetricBag, ratios: LogRatios) -> None:
+    """Puts the gap columns of a block of rows into `metrics`."""
     absolute = ratios.log_ratio.abs()
-    metrics.rows(
-        "gap",
-        gap_metrics,
+    columns = GapColumns(
         num_finite_B=ratios.num_finite_B,
         training_sum_B=ratios.training_sum_B,
         rollout_sum_B=ratios.rollout_sum_B,
@@ -36,80 +43,65 @@ def put_gap(metrics: MetricBag, ratios: LogRatios) -> None:
         absolute_sum_B=absolute.sum(1),
         highest_absolute_B=row_max(absolute),
     )
+    metrics.rows("gap", gap_metrics, columns)
 
 
-def gap_metrics(
-    num_finite_B: Tensor,
-    training_sum_B: Tensor,
-    rollout_sum_B: Tensor,
-    log_ratio_sum_B: Tensor,
-    k3_sum_B: Tensor,
-    chi2_sum_B: Tensor,
-    absolute_sum_B: Tensor,
-    highest_absolute_B: Tensor,
-) -> MetricBag:
+def gap_metrics(columns: GapColumns) -> MetricBag:
     """Computes perplexities, KL estimates, chi-squared and the size of the differences.
 
         log_ppl_diff = log(training perplexity / rollout perplexity) = mean_t(-log r_t)
 
-    of each sequence, with the ratio r_t = training / rollout of step t. `kl` is the mean of
-    -log r_t over all steps, `chi2_token` that of r_t^2 - 1.
-
-    Args:
-      num_finite_B: number of finite steps of each row, [B].
-      training_sum_B: sum of the training log-probs over these steps, [B].
-      rollout_sum_B: sum of the rollout log-probs, [B].
-      log_ratio_sum_B: sum of log r_t, [B].
-      k3_sum_B: sum of r_t - 1 - log r_t, [B].
-      chi2_sum_B: sum of r_t^2 - 1, [B].
-      absolute_sum_B: sum of |log r_t|, [B].
-      highest_absolute_B: maximum of |log r_t|, [B].
-
-    Returns:
-      The metrics, names without prefix.
+    of each sequence. `kl` is the mean of -log r_t over all steps, `chi2_token` that of r_t^2 - 1.
     """
     metrics = MetricBag()
-    present_B = num_finite_B > 0
-    length_B = num_finite_B.clamp(min=1)
-    for name, log_prob_sum_B in (("training", training_sum_B), ("rollout", rollout_sum_B)):
+    present_B = columns.num_finite_B > 0
+    length_B = columns.num_finite_B.clamp(min=1)
+    sums = {"training": columns.training_sum_B, "rollout": columns.rollout_sum_B}
+    for name, log_prob_sum_B in sums.items():
         log_ppl_B = -log_prob_sum_B / length_B
         metrics.mean(f"{name}_log_ppl", log_ppl_B, present_B)
         metrics.mean(f"{name}_ppl", safe_expm1(log_ppl_B) + 1, present_B)
     # The difference itself, not that of two perplexities, which would cancel.
-    log_ppl_diff_B = -log_ratio_sum_B / length_B
+    log_ppl_diff_B = -columns.log_ratio_sum_B / length_B
     metrics.mean("log_ppl_diff", log_ppl_diff_B, present_B)
     metrics.mean("log_ppl_abs_diff", log_ppl_diff_B.abs(), present_B)
     metrics.max("log_ppl_diff_max", log_ppl_diff_B, present_B)
     metrics.min("log_ppl_diff_min", log_ppl_diff_B, present_B)
     metrics.mean("ppl_ratio", safe_expm1(log_ppl_diff_B) + 1, present_B)
-    num_finite = num_finite_B.sum()
-    metrics.ratio("kl", -log_ratio_sum_B.sum(), num_finite)
-    metrics.ratio("k3_kl", k3_sum_B.sum(), num_finite)
-    metrics.ratio("chi2_token", chi2_sum_B.sum(), num_finite)
-    metrics.mean("chi2_seq", _chi2(safe_expm1(log_ratio_sum_B)), present_B)
-    metrics.ratio("logprob_abs_diff_mean", absolute_sum_B.sum(), num_finite)
-    metrics.max("logprob_abs_diff_max", highest_absolute_B, present_B)
+    num_finite = columns.num_finite_B.sum()
+    metrics.ratio("kl", -columns.log_ratio_sum_B.sum(), num_finite)
+    metrics.ratio("k3_kl", columns.k3_sum_B.sum(), num_finite)
+    metrics.ratio("chi2_token", columns.chi2_sum_B.sum(), num_finite)
+    metrics.mean("chi2_seq", _chi2(safe_expm1(columns.log_ratio_sum_B)), present_B)
+    metrics.ratio("logprob_abs_diff_mean", columns.absolute_sum_B.sum(), num_finite)
+    metrics.max("logprob_abs_diff_max", columns.highest_absolute_B, present_B)
     return metrics
+
+
+class WeightColumns(NamedTuple):
+    """What `weight_metrics` needs of each row, [B]; w is a weight after its bounds."""
+
+    num_finite_B: Tensor  # number of finite steps
+    raw_sum_B: Tensor  # sum over these steps of the weights before their bounds
+    used_sum_B: Tensor  # sum of w
+    square_sum_B: Tensor  # sum of w^2
+    deviation_sum_B: Tensor  # sum of w - 1
+    deviation_square_sum_B: Tensor  # sum of (w - 1)^2
+    highest_B: Tensor  # largest weight, -inf without any
+    lowest_B: Tensor  # smallest weight, inf without any
+    num_high_B: Tensor  # number of weights above the upper bound
+    num_low_B: Tensor  # number of weights below the lower bound
 
 
 def put_weights(
     metrics: MetricBag, ratios: LogRatios, weights: Weights, bounds: WeightBounds
 ) -> None:
-    """Puts what `weight_metrics` needs of a block of rows.
-
-    Args:
-      metrics: takes in the columns.
-      ratios: log-ratios of the block.
-      weights: their weights.
-      bounds: the bounds of the weights.
-    """
+    """Puts the weight columns of a block of rows into `metrics`."""
     # About 1: the square of 1 + 1e-8 has no digit left for the 1e-8.
     deviation = select_(weights.used - 1, ratios.unit_mask(weights.used))
     # As in verl, the extrema are those after the bounds for steps, and before for sequences.
     extreme = weights.used if weights.per_step else weights.unbounded
-    metrics.rows(
-        "weights",
-        partial(weight_metrics, bounds, weights.per_step),
+    columns = WeightColumns(
         num_finite_B=ratios.num_finite_B,
         raw_sum_B=ratios.row_sum(weights.raw),
         used_sum_B=ratios.row_sum(weights.used),
@@ -121,83 +113,54 @@ def put_weights(
         num_high_B=ratios.row_count(weights.raw > bounds.upper),
         num_low_B=ratios.row_count(weights.raw < _lower(bounds)),
     )
+    metrics.rows("weights", partial(weight_metrics, bounds, weights.per_step), columns)
 
 
-def weight_metrics(
-    bounds: WeightBounds,
-    per_step: bool,
-    num_finite_B: Tensor,
-    raw_sum_B: Tensor,
-    used_sum_B: Tensor,
-    square_sum_B: Tensor,
-    deviation_sum_B: Tensor,
-    deviation_square_sum_B: Tensor,
-    highest_B: Tensor,
-    lowest_B: Tensor,
-    num_high_B: Tensor,
-    num_low_B: Tensor,
-) -> MetricBag:
+def weight_metrics(bounds: WeightBounds, per_step: bool, columns: WeightColumns) -> MetricBag:
     """Computes statistics of the weights w after their bounds, before batch normalisation.
 
         effective sample size = mean(w)^2 / mean(w^2)
 
     Mean, standard deviation and effective sample size are over finite steps. Standard deviations
-    are built from moments about 1, which keep their digits where weights are 1 + 1e-8.
-
-    Args:
-      bounds: the bounds of the weights.
-      per_step: whether steps are weighed, and not sequences. Fractions beyond the bounds count
-        these.
-      num_finite_B: number of finite steps of each row, [B].
-      raw_sum_B: sum over these steps of the weights before their bounds, [B].
-      used_sum_B: sum of w, [B].
-      square_sum_B: sum of w^2, [B].
-      deviation_sum_B: sum of w - 1, [B].
-      deviation_square_sum_B: sum of (w - 1)^2, [B].
-      highest_B: largest weight, -inf without any, [B].
-      lowest_B: smallest weight, inf without any, [B].
-      num_high_B: number of weights above the upper bound, [B].
-      num_low_B: number of weights below the lower bound, [B].
-
-    Returns:
-      The metrics, names without prefix.
+    are built from moments about 1, which keep their digits where weights are 1 + 1e-8. Fractions
+    beyond the bounds count steps if these are weighed (`per_step`), and sequences otherwise.
     """
     metrics = MetricBag()
-    num_finite = num_finite_B.sum()
+    num_finite = columns.num_finite_B.sum()
 
     # Means over steps, and what follows from them.
-    metrics.ratio("rollout_is_mean", used_sum_B.sum(), num_finite)
-    metrics.ratio("rollout_is_raw_mean", raw_sum_B.sum(), num_finite)
-    metrics.ratio("_weight_deviation", deviation_sum_B.sum(), num_finite)
-    metrics.ratio("_weight_deviation_square", deviation_square_sum_B.sum(), num_finite)
+    metrics.ratio("rollout_is_mean", columns.used_sum_B.sum(), num_finite)
+    metrics.ratio("rollout_is_raw_mean", columns.raw_sum_B.sum(), num_finite)
+    metrics.ratio("_weight_deviation", columns.deviation_sum_B.sum(), num_finite)
+    metrics.ratio("_weight_deviation_square", columns.deviation_square_sum_B.sum(), num_finite)
     moments = ("_weight_deviation", "_weight_deviation_square")
     metrics.derive("rollout_is_std", moments, std_from_moments)
-    metrics.ratio("_weight_square", square_sum_B.sum(), num_finite)
+    metrics.ratio("_weight_square", columns.square_sum_B.sum(), num_finite)
     square = ("rollout_is_mean", "_weight_square")
     metrics.derive("rollout_is_eff_sample_size", square, _effective_sample_size)
 
     # Extrema and fractions beyond the bounds, of steps or of sequences.
-    metrics.max("rollout_is_max", highest_B)
-    metrics.min("rollout_is_min", lowest_B)
-    num_units = num_finite if per_step else (num_finite_B > 0).sum()
-    metrics.ratio("rollout_is_ratio_fraction_high", num_high_B.sum(), num_units)
-    metrics.ratio("rollout_is_ratio_fraction_low", num_low_B.sum(), num_units)
+    metrics.max("rollout_is_max", columns.highest_B)
+    metrics.min("rollout_is_min", columns.lowest_B)
+    num_units = num_finite if per_step else (columns.num_finite_B > 0).sum()
+    metrics.ratio("rollout_is_ratio_fraction_high", columns.num_high_B.sum(), num_units)
+    metrics.ratio("rollout_is_ratio_fraction_low", columns.num_low_B.sum(), num_units)
     if bounds.mode != "truncate":
-        num_outside_B = num_high_B + num_low_B
+        num_outside_B = columns.num_high_B + columns.num_low_B
         if not per_step:
             # A sequence outside the bounds takes all its steps with it.
-            num_outside_B = num_outside_B * num_finite_B
+            num_outside_B = num_outside_B * columns.num_finite_B
         metrics.ratio("rollout_is_oob_ratio", num_outside_B.sum(), num_finite)
 
     # Of the mean weight of each sequence that has a finite step.
-    present_B = num_finite_B > 0
-    length_B = num_finite_B.clamp(min=1)
-    raw_mean_B = raw_sum_B / length_B
+    present_B = columns.num_finite_B > 0
+    length_B = columns.num_finite_B.clamp(min=1)
+    raw_mean_B = columns.raw_sum_B / length_B
     high_B = (raw_mean_B > bounds.upper).double()
     low_B = (raw_mean_B < _lower(bounds)).double()
     metrics.mean("rollout_is_seq_fraction_high", high_B, present_B)
     metrics.mean("rollout_is_seq_fraction_low", low_B, present_B)
-    put_sequences(metrics, "rollout_is", used_sum_B / length_B, present_B, centre=1.0)
+    put_sequences(metrics, "rollout_is", columns.used_sum_B / length_B, present_B, centre=1.0)
     return metrics
 
 

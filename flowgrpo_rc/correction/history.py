@@ -31,35 +31,25 @@ class History:
     """The observations of one quantity over the newest iterations, the same on all processes."""
 
     def __init__(self, device: torch.device) -> None:
-        """Starts without observations.
-
-        Args:
-          device: where the observations are kept.
-        """
+        """Starts without observations, which are kept on a device."""
         self._none = torch.zeros(0, dtype=torch.float64, device=device)
         self._seen: list[Iteration] = []
         self._past: deque[Iteration] = deque()
 
     def add(self, steps: Tensor, values: Tensor) -> None:
-        """Notes observations of this process in this iteration.
+        """Notes observations of this process in this iteration, float64 [b, t], nan for none.
 
-        Args:
-          steps: the step of the schedule that each belongs to, int64, [b, t].
-          values: the observations, float64, [b, t]; nan where there is none.
+        `steps`, int64 [b, t], are those of the schedule that they belong to.
         """
         # References: a tensor that is noted is not copied, and must not change any more.
         self._seen.append(Iteration(steps.flatten(), values.flatten()))
 
     def finish(self, gather: Gather) -> None:
-        """Ends an iteration: takes in what all processes have seen, and forgets what is too old.
-
-        Args:
-          gather: joins the rows of all processes.
-        """
+        """Ends an iteration: takes in the rows of all processes, and forgets what is too old."""
         newest, enough = MEMORY
         # Every process holds the rows of all, so their bands agree without a further exchange.
-        steps = gather(torch.cat([one.steps for one in self._seen]))
-        values = gather(torch.cat([one.values for one in self._seen]))
+        steps = gather(torch.cat([seen.steps for seen in self._seen]))
+        values = gather(torch.cat([seen.values for seen in self._seen]))
         self._past.append(Iteration(steps, values))
         held = sum(len(iteration.values) for iteration in self._past)
         while len(self._past) > newest and held - len(self._past[0].values) >= enough:
@@ -72,16 +62,16 @@ class History:
         It is nan for an observation of another step, and the last one always is: `nanquantile`
         needs an element.
         """
-        here = [torch.where(one.steps == step, one.values, torch.nan) for one in self._past]
-        return torch.cat([*here, self._none.new_full((1,), torch.nan)])
+        values = [torch.where(past.steps == step, past.values, torch.nan) for past in self._past]
+        return torch.cat([*values, self._none.new_full((1,), torch.nan)])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Returns the observations for a checkpoint, under names that begin with `name`."""
         sizes = [len(iteration.values) for iteration in self._past]
         return {
             f"{name}.sizes": torch.tensor(sizes, dtype=torch.int64),
-            f"{name}.steps": torch.cat([*(one.steps for one in self._past), self._none.long()]),
-            f"{name}.values": torch.cat([*(one.values for one in self._past), self._none]),
+            f"{name}.steps": torch.cat([*(past.steps for past in self._past), self._none.long()]),
+            f"{name}.values": torch.cat([*(past.values for past in self._past), self._none]),
         }
 
     def load(self, tensors: Mapping[str, Tensor], name: str) -> None:

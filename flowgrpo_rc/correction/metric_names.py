@@ -35,23 +35,16 @@ SLIME_FRACTIONS = {
 
 
 def apply_names(metrics: MetricBag, metric_names: str, mode: str) -> None:
-    """Renames metrics in place.
+    """Renames metrics in place, which come under verl's names, without prefix.
 
-    Args:
-      metrics: metrics under verl's names, without prefix.
-      metric_names: `verl` keeps the names, `slime` replaces those that slime has, `both` adds
-        slime's.
-      mode: what happens to weights outside their bounds, one of `thresholds.IS_MODES`.
+    `verl` keeps the names, `slime` replaces those that slime has, `both` adds slime's. `mode` is
+    one of `thresholds.IS_MODES`.
     """
     if metric_names != "verl":
         metrics.rename(SLIME_NAMES | SLIME_FRACTIONS[mode], keep=metric_names == "both")
 
 
 def other_names(name: str) -> tuple[str, ...]:
-    """Returns the names under which a metric may be reported, verl's first.
-
-    Args:
-      name: verl's name, without prefix.
-    """
+    """Returns the names under which a metric may be reported, verl's first, without prefix."""
     tables = (SLIME_NAMES, *SLIME_FRACTIONS.values())
     return (name, *(table[name] for table in tables if name in table))

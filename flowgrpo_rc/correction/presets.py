@@ -12,7 +12,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
 Threshold = float | str
-Settings = dict[str, Any]
+Settings = dict[str, object]
 GEOMETRIC_BAND = "0.999_1.001"
 BYPASS: Settings = {"bypass_mode": True}
 PG: Settings = {"bypass_mode": True, "loss_type": "reinforce"}
@@ -88,7 +88,7 @@ def _both(
 ) -> Callable[..., Settings]:
     """Joins weights, whose threshold is `is_threshold`, and a rejection."""
 
-    def settings(is_threshold: Threshold = 2.0, *of_rejection: Any, **named: Any) -> Settings:
+    def settings(is_threshold: Threshold = 2.0, *of_rejection: object, **named: object) -> Settings:
         return weights(is_threshold) | rejection(*of_rejection, **named)
 
     settings.__doc__ = f"{weights.__doc__} {rejection.__doc__}"
@@ -98,14 +98,15 @@ def _both(
 def _preset(settings: Callable[..., Settings], mode: Settings | None = None) -> Any:
     """Makes a constructor with the arguments of `settings`; the mode is decoupled without one."""
 
-    def make(cls: type, *given: Any, **named: Any) -> Any:
-        return cls(centered=False, **(mode or {}), **settings(*given, **named))
+    def make(cls: type, *arguments: object, **named: object) -> object:
+        return cls(centered=False, **(mode or {}), **settings(*arguments, **named))
 
-    shown: Any = make  # what help() shows of it
-    shown.__doc__ = settings.__doc__
-    own = [Parameter("cls", Parameter.POSITIONAL_ONLY), *signature(settings).parameters.values()]
-    shown.__signature__ = Signature(own)
-    return classmethod(shown)
+    # What help() shows of it.
+    make.__doc__ = settings.__doc__
+    cls = Parameter("cls", Parameter.POSITIONAL_ONLY)
+    parameters = [cls, *signature(settings).parameters.values()]
+    make.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return classmethod(make)
 
 
 class Presets:

@@ -31,19 +31,10 @@ def reasons(
     *,
     step_kl: Tensor | None = None,
 ) -> list[Reason]:
-    """Finds all that rejects a row.
+    """Finds all that rejects a row, by its log-probs, mask and exact KL, [T]; empty if none does.
 
-    Args:
-      training_log_probs: log-probs of the training graph, [T].
-      rollout_log_probs: log-probs of the policy that sampled, [T].
-      step_mask: bool, the steps that exist, [T].
-      rules: what was applied.
-      step_kl: exact KL between rollout's and training graph's steps, [T]; None without Gaussians.
-
-    Returns:
-      The reasons; a step that is not finite comes first. `auto` criteria are named only if nothing
-      else explains the rejection: `AutoBands.reasons` knows the bounds that they had. Empty if
-      nothing here rejects the row.
+    A step that is not finite comes first. `auto` criteria are named only if nothing else explains
+    the rejection: `AutoBands.reasons` knows the bounds that they had.
     """
     ratios = compute_log_ratios(
         training_log_probs.unsqueeze(0),
@@ -51,9 +42,9 @@ def reasons(
         step_mask.unsqueeze(0),
         None if step_kl is None else step_kl.unsqueeze(0),
     )
-    found = list(_fixed(ratios, rules))
-    if found:
-        return found
+    fixed = list(_fixed(ratios, rules))
+    if fixed:
+        return fixed
     return [Reason(band.name, _shown(band, _worst(ratios, band))) for band in rules.auto]
 
 

@@ -10,15 +10,8 @@ def why_recompute(
     """Says why decoupled mode cannot take the first mini-batch's own forwards for its old policy.
 
     Those forwards come one after the other and after the advantages, so the correction of each
-    piece has to follow from that piece alone.
-
-    Args:
-      correction: settings of the correction.
-      rules: the same, parsed.
-      sees_rows: whether one forward evaluates all steps of a sample.
-
-    Returns:
-      The reason, or None if nothing stands in the way.
+    piece has to follow from that piece alone. `sees_rows`: one forward evaluates all steps of a
+    sample. None if nothing stands in the way.
     """
     criteria = (*rules.bands, *rules.auto)
     has_veto = rules.log_veto is not None

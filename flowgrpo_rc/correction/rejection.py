@@ -1,6 +1,7 @@
 """Rejection: which steps stay in the loss, the statistics that decide it, and their metrics."""
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,20 +53,10 @@ def statistic(ratios: LogRatios, band: Band) -> Tensor:
 def judge(
     metrics: MetricBag, ratios: LogRatios, weights: Weights, rules: Rules, allowed: Tensor | None
 ) -> Tensor:
-    """Decides which steps of a block of rows stay in the loss.
+    """Decides which steps of a block of rows stay in the loss: bool, [b, T].
 
-    A step stays if it is finite, if an earlier decision allows it, and if every criterion, the
-    weight under `mask`, and the veto let it pass.
-
-    Args:
-      metrics: takes in the metrics of the decisions.
-      ratios: log-ratios of the block.
-      weights: their importance weights.
-      rules: what to apply.
-      allowed: bool, the steps that an earlier decision keeps, [b, T]; None for everything.
-
-    Returns:
-      The steps that stay, bool, [b, T].
+    A step stays if it is finite, if an earlier decision (`allowed`, bool [b, T]) keeps it, and if
+    every criterion, the weight under `mask`, and the veto let it pass.
     """
     keep_mask = ratios.finite_mask if allowed is None else ratios.finite_mask & allowed
     for band in rules.bands:
@@ -83,18 +74,10 @@ def judge(
 
 
 def inside(metrics: MetricBag, ratios: LogRatios, band: Band, value: Tensor) -> Tensor:
-    """Decides which statistics lie inside a band: lower <= value <= upper.
+    """Decides which statistics, of steps [b, T] or of sequences [b, 1], lie inside a band.
 
-    A sequence with a step that is not finite fails every band of sequences.
-
-    Args:
-      metrics: takes in the metrics of the criterion.
-      ratios: log-ratios of a block of rows.
-      band: the criterion.
-      value: its statistic, of steps, [b, T], or of sequences, [b, 1]; 0 where there is none.
-
-    Returns:
-      Where the statistic is inside, bool of its shape.
+    A sequence with a step that is not finite fails every band of sequences. `value` is 0 where
+    there is no statistic; `metrics` takes in the metrics of the criterion.
     """
     units = ratios.unit_mask(value)
     high = value > band.upper
@@ -119,9 +102,7 @@ def inside(metrics: MetricBag, ratios: LogRatios, band: Band, value: Tensor) -> 
     if not band.lower <= 0 <= band.upper:
         # Clamping has moved the zeros of steps that do not exist.
         clamped = select_(clamped, units)
-    metrics.rows(
-        band.name,
-        partial(band_metrics, band),
+    columns = BandColumns(
         num_finite_B=ratios.num_finite_B,
         sum_B=sum_B,
         mean_B=mean_B,
@@ -133,117 +114,95 @@ def inside(metrics: MetricBag, ratios: LogRatios, band: Band, value: Tensor) -> 
         num_low_B=num_low_B,
         num_rejected_B=num_rejected_B,
     )
+    metrics.rows(band.name, partial(band_metrics, band), columns)
     return passes
+
+
+class DecisionColumns(NamedTuple):
+    """What `decision_metrics` needs of each row, [B]: numbers of its steps."""
+
+    num_steps_B: Tensor  # that exist
+    num_finite_B: Tensor  # that are finite
+    num_kept_B: Tensor  # that stay
+    num_catastrophic_B: Tensor  # below the veto; 0 without one
 
 
 def put_decisions(
     metrics: MetricBag, ratios: LogRatios, keep_mask: Tensor, num_catastrophic_B: Tensor
 ) -> None:
-    """Puts what `decision_metrics` needs of a block of rows.
-
-    Args:
-      metrics: takes in the columns.
-      ratios: log-ratios of the block.
-      keep_mask: bool, the steps that stay, [b, T].
-      num_catastrophic_B: number of steps below the veto of each row, [b]; zeros without a veto.
-    """
-    metrics.rows(
-        "decisions",
-        decision_metrics,
-        num_steps_B=ratios.num_steps_B,
-        num_finite_B=ratios.num_finite_B,
-        num_kept_B=row_counts(keep_mask),
-        num_catastrophic_B=num_catastrophic_B,
+    """Puts the columns of a decision, bool [b, T], about a block of rows into `metrics`."""
+    num_kept_B = row_counts(keep_mask)
+    columns = DecisionColumns(
+        ratios.num_steps_B, ratios.num_finite_B, num_kept_B, num_catastrophic_B
     )
+    metrics.rows("decisions", decision_metrics, columns)
 
 
-def decision_metrics(
-    num_steps_B: Tensor, num_finite_B: Tensor, num_kept_B: Tensor, num_catastrophic_B: Tensor
-) -> MetricBag:
+def decision_metrics(columns: DecisionColumns) -> MetricBag:
     """Computes the fractions of steps, and of sequences with any step, that are rejected.
 
-    Args:
-      num_steps_B: number of steps of each row that exist, [B].
-      num_finite_B: number of these that are finite, [B].
-      num_kept_B: number of steps that stay, [B].
-      num_catastrophic_B: number of steps below the veto, [B].
-
-    Returns:
-      The fractions under the names of all documents, without prefix.
+    They go under the names of all documents, without prefix.
     """
     metrics = MetricBag()
-    num_steps = num_steps_B.sum()
-    num_sequences = (num_steps_B > 0).sum()
-    num_rejected_B = num_steps_B - num_kept_B
+    num_steps = columns.num_steps_B.sum()
+    num_sequences = (columns.num_steps_B > 0).sum()
+    num_rejected_B = columns.num_steps_B - columns.num_kept_B
     num_rejected = num_rejected_B.sum()
     num_rejected_sequences = (num_rejected_B > 0).sum()
     for prefix in ("rollout_rs", "rollout_is"):
         metrics.ratio(f"{prefix}_masked_fraction", num_rejected, num_steps)
         metrics.ratio(f"{prefix}_seq_masked_fraction", num_rejected_sequences, num_sequences)
     metrics.ratio("rejected_ratio", num_rejected_sequences, num_sequences)
-    num_broken = (num_steps_B - num_finite_B).sum()
+    num_broken = (columns.num_steps_B - columns.num_finite_B).sum()
     metrics.ratio("rollout_rs_nonfinite_fraction", num_broken, num_steps)
-    num_catastrophic = num_catastrophic_B.sum()
+    num_catastrophic = columns.num_catastrophic_B.sum()
     metrics.ratio("rollout_is_catastrophic_token_fraction", num_catastrophic, num_steps)
-    num_vetoed = (num_catastrophic_B > 0).sum()
+    num_vetoed = (columns.num_catastrophic_B > 0).sum()
     metrics.ratio("rollout_is_veto_fraction", num_vetoed, num_sequences)
     return metrics
 
 
-def band_metrics(
-    band: Band,
-    num_finite_B: Tensor,
-    sum_B: Tensor,
-    mean_B: Tensor,
-    clamped_sum_B: Tensor,
-    clamped_square_sum_B: Tensor,
-    highest_B: Tensor,
-    lowest_B: Tensor,
-    num_high_B: Tensor,
-    num_low_B: Tensor,
-    num_rejected_B: Tensor,
-) -> MetricBag:
+class BandColumns(NamedTuple):
+    """What `band_metrics` needs of each row, [B]."""
+
+    num_finite_B: Tensor  # number of finite steps
+    sum_B: Tensor  # sum of the statistic over these steps
+    mean_B: Tensor  # mean of the statistic over these steps
+    clamped_sum_B: Tensor  # sum of the statistic clamped to the band
+    clamped_square_sum_B: Tensor  # sum of the square of that
+    highest_B: Tensor  # largest statistic, -inf without any
+    lowest_B: Tensor  # smallest statistic, inf without any
+    num_high_B: Tensor  # number of statistics above the band
+    num_low_B: Tensor  # number of statistics below the band
+    num_rejected_B: Tensor  # number of steps outside the band
+
+
+def band_metrics(band: Band, columns: BandColumns) -> MetricBag:
     """Computes statistics of a criterion under the suffixes of verl 0.9.1.
 
     mean and std weigh a sequence by its steps; extrema and fractions count steps or sequences,
     whichever the criterion judges; seq_* are about each sequence's mean.
-
-    Args:
-      band: the criterion.
-      num_finite_B: number of finite steps of each row, [B].
-      sum_B: sum of the statistic over these steps, [B].
-      mean_B: mean of the statistic over these steps, [B].
-      clamped_sum_B: sum of the statistic clamped to the band, [B].
-      clamped_square_sum_B: sum of the square of that, [B].
-      highest_B: largest statistic, -inf without any, [B].
-      lowest_B: smallest statistic, inf without any, [B].
-      num_high_B: number of statistics above the band, [B].
-      num_low_B: number of statistics below the band, [B].
-      num_rejected_B: number of steps outside the band, [B].
-
-    Returns:
-      The metrics, names without prefix.
     """
     metrics = MetricBag()
     name = f"rollout_rs_{band.name}"
-    present_B = num_finite_B > 0
-    num_finite = num_finite_B.sum()
+    present_B = columns.num_finite_B > 0
+    num_finite = columns.num_finite_B.sum()
     num_sequences = present_B.sum()
     num_units = num_finite if band.per_step else num_sequences
     # Sums over all rows and one division: a mean of means would weigh short rows more.
-    metrics.ratio(f"{name}_mean", sum_B.sum(), num_finite)
-    metrics.ratio(f"_{name}_clamped", clamped_sum_B.sum(), num_finite)
-    metrics.ratio(f"_{name}_clamped_square", clamped_square_sum_B.sum(), num_finite)
+    metrics.ratio(f"{name}_mean", columns.sum_B.sum(), num_finite)
+    metrics.ratio(f"_{name}_clamped", columns.clamped_sum_B.sum(), num_finite)
+    metrics.ratio(f"_{name}_clamped_square", columns.clamped_square_sum_B.sum(), num_finite)
     moments = (f"_{name}_clamped", f"_{name}_clamped_square")
     metrics.derive(f"{name}_std", moments, std_from_moments)
-    metrics.max(f"{name}_max", highest_B)
-    metrics.min(f"{name}_min", lowest_B)
-    metrics.ratio(f"{name}_fraction_high", num_high_B.sum(), num_units)
-    metrics.ratio(f"{name}_fraction_low", num_low_B.sum(), num_units)
-    metrics.ratio(f"{name}_masked_fraction", num_rejected_B.sum(), num_finite)
-    num_rejected_sequences = (num_rejected_B > 0).sum()
+    metrics.max(f"{name}_max", columns.highest_B)
+    metrics.min(f"{name}_min", columns.lowest_B)
+    metrics.ratio(f"{name}_fraction_high", columns.num_high_B.sum(), num_units)
+    metrics.ratio(f"{name}_fraction_low", columns.num_low_B.sum(), num_units)
+    metrics.ratio(f"{name}_masked_fraction", columns.num_rejected_B.sum(), num_finite)
+    num_rejected_sequences = (columns.num_rejected_B > 0).sum()
     metrics.ratio(f"{name}_seq_masked_fraction", num_rejected_sequences, num_sequences)
-    put_sequences(metrics, name, mean_B, present_B, centre=0.0)
-    metrics.mean(f"{name}_seq_fraction_high", (mean_B > band.upper).double(), present_B)
-    metrics.mean(f"{name}_seq_fraction_low", (mean_B < band.lower).double(), present_B)
+    put_sequences(metrics, name, columns.mean_B, present_B, centre=0.0)
+    metrics.mean(f"{name}_seq_fraction_high", (columns.mean_B > band.upper).double(), present_B)
+    metrics.mean(f"{name}_seq_fraction_low", (columns.mean_B < band.lower).double(), present_B)
     return metrics

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flowgrpo_rc.plugins import check_choice, did_you_mean
+from flowgrpo_rc.plugins import check_choice, check_that, did_you_mean
 
 KEY = "algorithm.rollout_correction"
 RS_KEY = f"{KEY}.rollout_rs"
@@ -21,6 +21,7 @@ CRITERIA = tuple(
 STEP_KL = "step_kl"  # the one criterion that is not a function of log-ratios
 OLDER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 IS_MODES = ("truncate", "clip", "mask", "icepop")
+_UNQUOTED = 'an unquoted 0.5_2 is read as the number 0.52: quote the pair, "0.5_2.0"'
 
 
 class Band(NamedTuple):
@@ -56,7 +57,11 @@ class WeightBounds(NamedTuple):
 
 
 def parse_bands(
-    criteria: Any, thresholds: Any, thresholds_lower: Any = None, *, fallback: Any = None
+    criteria: object,
+    thresholds: object,
+    thresholds_lower: object = None,
+    *,
+    fallback: object = None,
 ) -> tuple[Band, ...]:
     """Parses criteria and their thresholds as a user writes them: a band for each criterion.
 
@@ -70,38 +75,30 @@ def parse_bands(
       ValueError: for an unknown criterion (naming the nearest), a missing or malformed threshold, a
         reversed band, and a number of thresholds that is neither 1 nor that of the criteria.
     """
-    given = [str(item).strip() for item in _listed(criteria)]
-    if not given:
+    written = [str(item).strip() for item in _listed(criteria)]
+    if not written:
         for key, value in ((THRESHOLD_KEY, thresholds), (LOWER_KEY, thresholds_lower)):
-            if _listed(value):
-                raise ValueError(
-                    f"{key}={value!r} has no effect without {RS_KEY}: set it or drop this"
-                )
+            message = f"{key}={value!r} has no effect without {RS_KEY}: set it or drop this"
+            check_that(not _listed(value), message)
         return ()
-    names = [OLDER_NAMES.get(name, name) for name in given]
+    names = [OLDER_NAMES.get(name, name) for name in written]
+    known = (*CRITERIA, STEP_KL)
     for name in names:
-        if name not in (*CRITERIA, STEP_KL):
-            hint = did_you_mean(name, (*CRITERIA, STEP_KL))
-            allowed = ", ".join((*CRITERIA, STEP_KL, *OLDER_NAMES))
-            raise ValueError(f"{RS_KEY}={name!r}{hint}: allowed are {allowed}")
-    if len(set(names)) != len(names):
-        raise ValueError(f"{RS_KEY}={','.join(given)!r} names a criterion twice")
-    if (
-        not _listed(thresholds)
-        and fallback is not None
-        and all(name in OLDER_NAMES for name in given)
-    ):
+        hint = "" if name in known else did_you_mean(name, known)
+        allowed = ", ".join((*known, *OLDER_NAMES))
+        check_that(name in known, f"{RS_KEY}={name!r}{hint}: allowed are {allowed}")
+    joined = ",".join(written)
+    check_that(len(set(names)) == len(names), f"{RS_KEY}={joined!r} names a criterion twice")
+    if not _listed(thresholds) and all(name in OLDER_NAMES for name in written):
         thresholds = fallback
-    if not _listed(thresholds):
-        raise ValueError(
-            f'{RS_KEY}={",".join(given)} needs {THRESHOLD_KEY}, for instance "0.5_2.0"'
-        )
+    message = f'{RS_KEY}={joined} needs {THRESHOLD_KEY}, for instance "0.5_2.0"'
+    check_that(bool(_listed(thresholds)), message)
     uppers = _one_each(thresholds, len(names), THRESHOLD_KEY)
     lowers = _one_each(thresholds_lower, len(names), LOWER_KEY)
-    return tuple(_band(*spec) for spec in zip(names, uppers, lowers, strict=True))
+    return tuple(map(_band, names, uppers, lowers))
 
 
-def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
+def parse_weight_bounds(threshold: object, mode: str | None) -> WeightBounds:
     """Parses the bounds of the importance weights as a user writes them.
 
     Args:
@@ -120,54 +117,51 @@ def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
     numbers = _numbers(threshold, IS_KEY)
     if len(numbers) == 1:
         (upper,) = numbers
-        if not 1 <= upper < math.inf:
-            raise ValueError(
-                f"{IS_KEY}={threshold!r}: one number is the upper bound and must be 1 or more (a "
-                "lower one would shrink the weights of samples that need no correction); an "
-                'unquoted 0.5_2 is read as the number 0.52: quote the pair, "0.5_2.0"'
-            )
-        return WeightBounds(
-            mode or "truncate", 0.0 if mode in (None, "truncate") else 1 / upper, upper
+        check_that(
+            1 <= upper < math.inf,
+            f"{IS_KEY}={threshold!r}: one number is the upper bound and must be 1 or more (a lower "
+            f"one would shrink the weights of samples that need no correction); {_UNQUOTED}",
         )
+        lower = 0.0 if mode in (None, "truncate") else 1 / upper
+        return WeightBounds(mode or "truncate", lower, upper)
     lower, upper = numbers
-    if not 0 <= lower < upper < math.inf:
-        raise ValueError(f"{IS_KEY}={threshold!r}: a pair needs 0 <= lower < upper")
-    if mode == "truncate":
-        raise ValueError(
-            f"{IS_KEY}={threshold!r} has a lower bound, which {MODE_KEY}=truncate does not use: "
-            "give one number, or another mode"
-        )
+    ordered = 0 <= lower < upper < math.inf
+    check_that(ordered, f"{IS_KEY}={threshold!r}: a pair needs 0 <= lower < upper")
+    check_that(
+        mode != "truncate",
+        f"{IS_KEY}={threshold!r} has a lower bound, which {MODE_KEY}=truncate does not use: give "
+        "one number, or another mode",
+    )
     return WeightBounds(mode or "icepop", lower, upper)
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[object]:
     """Makes a list of None, a scalar, a string with commas or a sequence."""
     if value is None:
         return []
     if isinstance(value, str):
-        return [part for part in value.split(",") if part.strip()]
+        return [entry for entry in value.split(",") if entry.strip()]
     return list(value) if isinstance(value, Sequence) else [value]
 
 
-def _one_each(value: Any, count: int, key: str) -> list[Any]:
+def _one_each(value: object, count: int, key: str) -> list[object]:
     specs = _listed(value) or [None]
-    if len(specs) not in (1, count):
-        raise ValueError(
-            f"{key} has {len(specs)} entries for {count} criteria: give one for all or one for each"
-        )
+    check_that(
+        len(specs) in (1, count),
+        f"{key} has {len(specs)} entries for {count} criteria: give one for all or one for each",
+    )
     return specs * count if len(specs) == 1 else specs
 
 
-def _band(name: str, spec: Any, lower_spec: Any) -> Band:
+def _band(name: str, spec: object, lower_spec: object) -> Band:
     level, estimator = name.rsplit("_", 1)
     # k1 has a sign, and so two sides; the others are sizes.
     has_lower = estimator == "k1"
     auto = str(spec).strip().startswith("auto")
-    if lower_spec is not None and (auto or not has_lower):
-        raise ValueError(
-            f"{LOWER_KEY}={lower_spec!r} has no effect on {name} with {THRESHOLD_KEY}={spec}: "
-            "drop it"
-        )
+    check_that(
+        lower_spec is None or (has_lower and not auto),
+        f"{LOWER_KEY}={lower_spec!r} has no effect on {name} with {THRESHOLD_KEY}={spec}: drop it",
+    )
     if auto:
         deviations = parse_deviations(spec)
         if deviations is None:
@@ -179,44 +173,43 @@ def _band(name: str, spec: Any, lower_spec: Any) -> Band:
         return Band(level, estimator, lower, deviations, auto=True)
     if not has_lower:
         numbers = _numbers(spec, THRESHOLD_KEY)
-        if len(numbers) != 1 or not 0 < numbers[0] < math.inf:
-            raise ValueError(f"{THRESHOLD_KEY}={spec!r} for {name}: give one upper bound above 0")
+        message = f"{THRESHOLD_KEY}={spec!r} for {name}: give one upper bound above 0"
+        check_that(len(numbers) == 1 and 0 < numbers[0] < math.inf, message)
         return Band(level, estimator, -math.inf, numbers[0])
     lower, upper = _ratios(name, spec, lower_spec)
     # On -log(ratio) the bounds change signs and places; a lower bound of 0 leaves a side open.
     return Band(level, estimator, -math.log(upper), -math.log(lower) if lower else math.inf)
 
 
-def _ratios(name: str, spec: Any, lower_spec: Any) -> list[float]:
+def _ratios(name: str, spec: object, lower_spec: object) -> list[float]:
     """Parses the bounds of a ratio, which may be in one key or in two."""
     numbers = _numbers(spec, THRESHOLD_KEY)
+    beside = ""
     if lower_spec is not None:
+        beside = f" with {LOWER_KEY}={lower_spec!r}"
         lowest = _numbers(lower_spec, LOWER_KEY)
-        if len(numbers) != 1 or len(lowest) != 1:
-            raise ValueError(
-                f"{THRESHOLD_KEY}={spec!r} and {LOWER_KEY}={lower_spec!r} for {name}: give one "
-                "number each, or drop the second; a pair and it both give a lower bound"
-            )
+        check_that(
+            len(numbers) == len(lowest) == 1,
+            f"{THRESHOLD_KEY}={spec!r}{beside} for {name}: give one number each, or drop the "
+            "second; a pair and it both give a lower bound",
+        )
         numbers = [*lowest, *numbers]
     elif len(numbers) == 1:
-        upper = numbers[0]
-        if not 1 < upper < math.inf:
-            raise ValueError(
-                f"{THRESHOLD_KEY}={spec!r} for {name}: a single number is the upper bound u of the "
-                "band 1/u to u and must exceed 1. An unquoted 0.5_2 is read as the number 0.52: "
-                'quote the band, "0.5_2.0"'
-            )
-        numbers = [1 / upper, upper]
-    lower, upper = numbers
-    if not 0 <= lower < upper < math.inf:
-        beside = "" if lower_spec is None else f" with {LOWER_KEY}={lower_spec!r}"
-        raise ValueError(
-            f"{THRESHOLD_KEY}={spec!r}{beside} for {name}: a band needs 0 <= lower < upper"
+        (upper,) = numbers
+        check_that(
+            1 < upper < math.inf,
+            f"{THRESHOLD_KEY}={spec!r} for {name}: a single number is the upper bound u of the "
+            f"band 1/u to u and must exceed 1; {_UNQUOTED}",
         )
+        numbers = [1 / upper, upper]
+    check_that(
+        0 <= numbers[0] < numbers[1] < math.inf,
+        f"{THRESHOLD_KEY}={spec!r}{beside} for {name}: a band needs 0 <= lower < upper",
+    )
     return numbers
 
 
-def parse_deviations(spec: Any) -> float | None:
+def parse_deviations(spec: object) -> float | None:
     """Parses the k of "auto:k", a number above 0; None for anything else."""
     word, _, number = str(spec).strip().partition(":")
     try:
@@ -228,14 +221,15 @@ def parse_deviations(spec: Any) -> float | None:
     return deviations if is_number else None
 
 
-def _numbers(spec: Any, key: str) -> list[float]:
+def _numbers(spec: object, key: str) -> list[float]:
     """Parses one number, or a pair "lower_upper"."""
     try:
-        numbers = [float(part) for part in str(spec).strip().split("_")]
+        numbers = [float(number) for number in str(spec).strip().split("_")]
     except ValueError:
-        raise ValueError(f'{key}={spec!r} is no number and no pair such as "0.5_2.0"') from None
-    if len(numbers) > 2 or isinstance(spec, bool) or any(math.isnan(number) for number in numbers):
-        raise ValueError(
-            f'{key}={spec!r}: write one number, or a pair "lower_upper", for instance "0.5_2.0"'
-        )
+        numbers = []
+    known = len(numbers) in (1, 2) and not any(map(math.isnan, numbers))
+    check_that(
+        known and not isinstance(spec, bool),
+        f'{key}={spec!r}: write one number, or a pair "lower_upper", for instance "0.5_2.0"',
+    )
     return numbers

@@ -67,14 +67,8 @@ def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
 def bound(weights: Tensor, bounds: WeightBounds) -> Tensor:
     """Applies a mode to the weights outside [lower, upper].
 
-    Args:
-      weights: weights of any shape.
-      bounds: the mode, lower and upper bound. `truncate` lowers larger weights to `upper`; `clip`
-        moves weights to the nearer bound; `icepop` sets them to 0; `mask` leaves them as they are,
-        and `outside` takes their steps out of the mask.
-
-    Returns:
-      The weights after the bounds, of the same shape.
+    `truncate` lowers larger weights to `upper`; `clip` moves weights to the nearer bound; `icepop`
+    sets them to 0; `mask` leaves them as they are, and `outside` takes their steps out of the mask.
     """
     if bounds.mode == "truncate":
         return weights.clamp(max=bounds.upper)

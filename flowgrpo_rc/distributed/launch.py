@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flowgrpo_rc.distributed.child import CHANNEL, MESSAGE_BYTES
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, SIGNALS, StopRequest
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 POLL_S = 0.1  # between two looks at the children
 NOTICE_S = 30.0  # for the other children to notice that one has failed
@@ -51,8 +54,8 @@ def launch(command: Sequence[str], num_processes: int, num_threads: int = 1) -> 
             # Children inherit the block, so a signal waits until they can receive it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             for rank in range(num_processes):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                children.append(_Child(command, environment | own, f"{rank} of {num_processes}"))
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                children.append(_Child(command, environment | place, f"{rank} of {num_processes}"))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return _watch(children, stop)
         finally:
@@ -123,7 +126,7 @@ def _watch(children: Sequence[_Child], stop: StopRequest) -> int:
     return max(child.process.returncode for child in children)
 
 
-def _store() -> Any:
+def _store() -> "TCPStore":
     """The store at which the processes meet; only this machine can reach it."""
     from torch.distributed import TCPStore
 

@@ -68,8 +68,8 @@ class Processes:
 
     def gather_objects(self, values: Sequence[T]) -> list[T]:
         """Collects what pickle can hold of all processes, each with a number of its own."""
-        found: list[T] = list(values) if self.count == 1 else gather_object(list(values))
-        return found
+        gathered: list[T] = list(values) if self.count == 1 else gather_object(list(values))
+        return gathered
 
     def any(self, flag: bool) -> bool:
         """Returns True on all processes if the flag is True on one of them."""
@@ -97,12 +97,12 @@ class Processes:
     def _next_to_load(self, *, waits: bool) -> list[int]:
         """Returns the processes, of all machines, that load now; none when all have."""
         fit = room_for_more() if self._has_loaded else None
-        told = self.gather_objects([(socket.gethostname(), waits, fit)])
+        states = self.gather_objects([(socket.gethostname(), waits, fit)])
         turn: list[int] = []
-        for machine in {name for name, _, _ in told}:
-            fits = [fit for name, _, fit in told if name == machine and fit is not None]
-            here = [rank for rank, (name, waits, _) in enumerate(told) if waits and name == machine]
-            turn += here[: max(1, int(min(fits, default=1)))]
+        for machine in {name for name, _, _ in states}:
+            fits = [fit for name, _, fit in states if name == machine and fit is not None]
+            queue = [r for r, (name, waits, _) in enumerate(states) if waits and name == machine]
+            turn += queue[: max(1, int(min(fits, default=1)))]
         return turn
 
     def meet(self, where: str, timeout_s: float) -> None:
@@ -162,8 +162,8 @@ class Processes:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         distributed.all_reduce(flat)  # in place; accelerate would copy it first
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+        chunks = flat.split([gradient.numel() for gradient in gradients])
+        summed = [sums.view_as(gradient) for sums, gradient in zip(chunks, gradients, strict=True)]
         # One call for all tensors: hundreds of small copies would each start a kernel.
         torch._foreach_copy_(gradients, summed)
 

@@ -40,12 +40,7 @@ def parse_auto(key: str, value: object) -> float | None:
 
 
 def bounded_option(loss: DiffusionLoss, convention: str) -> str | None:
-    """Returns the option that "auto:k" can follow: the loss says what it bounds by it.
-
-    Args:
-      loss: the loss of denoising steps.
-      convention: of the log-probs, `gaussian` or `peers`.
-    """
+    """Returns the option that "auto:k" can follow: the loss says what it bounds by it."""
     # Any numbers do: only the name of the option is read.
     one = torch.ones(1, 1, dtype=torch.float64)
     steps = GaussianSteps(one, -one, one if loss.needs_means else None)
@@ -83,7 +78,7 @@ class AutoClip:
         self._loss = loss
         self._centered = centered
         self._deviations = deviations
-        self._floor = 0.0
+        self._least = 0.0  # bound of the recipe, which only the loss knows
         self._is_kl = False
         self._history = History(device)
         self._bounds = torch.full((num_steps,), math.inf, dtype=torch.float64, device=device)
@@ -107,12 +102,12 @@ class AutoClip:
                 assert gaussian.centered is not None
                 log_ratio = gaussian.centered.double()
         steps = steps_of(self._loss, gaussian, centered=self._centered)
-        found = self._loss.bound(log_ratio, steps, convention=batch.spec.log_prob_convention)
-        assert found is not None
-        self._is_kl = found.is_kl
-        self._floor = found.reference  # only the loss knows the bound of its recipe
+        bound = self._loss.bound(log_ratio, steps, convention=batch.spec.log_prob_convention)
+        assert bound is not None
+        self._is_kl = bound.is_kl
+        self._least = bound.reference
         # As the loss will see it: |ratio - 1|, or the KL itself.
-        sizes = found.values if found.is_kl else torch.expm1(found.values).abs()
+        sizes = bound.values if bound.is_kl else torch.expm1(bound.values).abs()
         # A median leaves nan out, while inf or 0 would move it.
         self._history.add(batch.step_indices, torch.where(sizes.isfinite(), sizes, torch.nan))
 
@@ -125,7 +120,7 @@ class AutoClip:
             sizes = self._history.of_step(step)
             # On the device: a bool here would make the host wait for every step.
             warm = torch.isfinite(sizes).sum() >= WARM_UP
-            bound = (scale * torch.nanquantile(sizes, 0.5)).clamp(min=self._floor)
+            bound = (scale * torch.nanquantile(sizes, 0.5)).clamp(min=self._least)
             bounds.append(torch.where(warm, bound, math.inf))
         self._bounds = torch.stack(bounds)
 

@@ -258,12 +258,12 @@ class TokenLoss(ABC):
 class LossTerms(NamedTuple):
     """A loss that adds up over micro-batches and processes.
 
-    Sum the totals, and divide once by the denominator of the summed `parts`.
+    Sum the totals, and divide once by the denominator of the summed `counts`.
     """
 
     total: Tensor  # sum of the loss, scalar, differentiable
     share: Tensor  # how much each step counts in it, [B, T]
-    parts: Tensor  # what `denominator` needs, [3] float64: see `counts`
+    counts: Tensor  # what `denominator` needs, [3] float64: see `counts`
     metrics: MetricBag  # names without prefix
     keep_mask: Tensor  # bool, the steps that were not rejected, [B, T]
     weights: Tensor | None  # what the loss of each step was multiplied by, [B, T]
@@ -283,13 +283,13 @@ def counts(number: Tensor, weights: Tensor | None = None) -> Tensor:
     return torch.cat([number.unsqueeze(0), number.new_zeros(2) if weights is None else weights])
 
 
-def denominator(parts: Tensor, all_reduce: AllReduce = identity) -> Tensor:
+def denominator(summed: Tensor, all_reduce: AllReduce = identity) -> Tensor:
     """Computes what the sum of the losses is divided by.
 
         number * mean weight
 
     Args:
-      parts: sum of `LossTerms.parts` over the micro-batches, [3] float64.
+      summed: sum of `LossTerms.counts` over the micro-batches, [3] float64.
       all_reduce: adds up a tensor over processes.
 
     Returns:
@@ -298,7 +298,7 @@ def denominator(parts: Tensor, all_reduce: AllReduce = identity) -> Tensor:
     """
     # The one division of a mini-batch comes at its end: means of micro-batches or processes would
     # count steps differently, depending on how the batch is cut.
-    number, weight_total, weight_count = all_reduce(parts)
+    number, weight_total, weight_count = all_reduce(summed)
     mean_weight = torch.where(
         weight_count > 0, normalisation(weight_total, weight_count), torch.ones_like(number)
     )

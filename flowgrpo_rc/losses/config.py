@@ -20,7 +20,7 @@ from flowgrpo_rc.losses.base import (
     TokenLoss,
 )
 from flowgrpo_rc.losses.find import check_effects, make_loss, option_names
-from flowgrpo_rc.plugins import check_choice
+from flowgrpo_rc.plugins import check_choice, check_that
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 # Keys of the sections that belong to some losses; the others are read outside of the loss.
@@ -98,13 +98,11 @@ class DiffusionLossConfig:
         limits = {"clip_ratio": 1.0, "kl_threshold": math.inf}
         for name, limit in limits.items():
             value = vars(self)[name]
-            if name not in auto and not 0 < value < limit:
-                allowed = "above 0" if limit == math.inf else f"between 0 and {limit:g}"
-                raise ValueError(f"{DIFFUSION_KEY}.{name}={value}: give a number {allowed}")
-        if not self.adv_clip_max > 0:
-            raise ValueError(
-                f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0"
-            )
+            allowed = "above 0" if limit == math.inf else f"between 0 and {limit:g}"
+            message = f"{DIFFUSION_KEY}.{name}={value}: give a number {allowed}"
+            check_that(name in auto or 0 < value < limit, message)
+        message = f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0"
+        check_that(self.adv_clip_max > 0, message)
         loss = self.loss() if made is None else made
         names = option_names(type(loss))
         check_effects(DIFFUSION_KEY, self, ImageLoss, DIFFUSION_OPTIONS, names)
@@ -143,16 +141,16 @@ class TokenLossConfig:
         naming its key.
         """
         check_choice(f"{TOKEN_KEY}.loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
-        if not 0 < self.clip_ratio_low < 1 or not self.clip_ratio_high > 0:
-            raise ValueError(
-                f"{TOKEN_KEY}.clip_ratio_low={self.clip_ratio_low}, {TOKEN_KEY}.clip_ratio_high="
-                f"{self.clip_ratio_high}: give numbers above 0, the lower one below 1"
-            )
-        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1 + self.clip_ratio_high:
-            raise ValueError(
-                f"{TOKEN_KEY}.clip_ratio_c={self.clip_ratio_c}: give more than 1 + "
-                "clip_ratio_high, or null for none"
-            )
+        check_that(
+            0 < self.clip_ratio_low < 1 and self.clip_ratio_high > 0,
+            f"{TOKEN_KEY}.clip_ratio_low={self.clip_ratio_low}, {TOKEN_KEY}.clip_ratio_high="
+            f"{self.clip_ratio_high}: give numbers above 0, the lower one below 1",
+        )
+        check_that(
+            self.clip_ratio_c is None or self.clip_ratio_c > 1 + self.clip_ratio_high,
+            f"{TOKEN_KEY}.clip_ratio_c={self.clip_ratio_c}: give more than 1 + clip_ratio_high, "
+            "or null for none",
+        )
         loss = self.loss()
         check_effects(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS, option_names(type(loss)))
         return loss
@@ -170,16 +168,11 @@ class LossConfig:
 def with_options(section: Mapping[str, Any], config: type) -> dict[str, Any]:
     """Moves the keys of a section that are no fields of `config` into its `options`.
 
-    Args:
-      section: the section as a user writes it, such as {"loss_mode": "my.Loss", "width": 0.1}.
-      config: DiffusionLossConfig or TokenLossConfig.
-
-    Returns:
-      The section in the form of `config`, {"loss_mode": "my.Loss", "options": {"width": 0.1}}.
+    {"loss_mode": "my.Loss", "width": 0.1} -> {"loss_mode": "my.Loss", "options": {"width": 0.1}}.
     """
     known = {item.name for item in fields(config)}
-    found = {name: value for name, value in section.items() if name in known}
-    own = {name: value for name, value in section.items() if name not in known}
-    if own:
-        found["options"] = {**found.get("options", {}), **own}
-    return found
+    moved = {name: value for name, value in section.items() if name in known}
+    options = {name: value for name, value in section.items() if name not in known}
+    if options:
+        moved["options"] = {**moved.get("options", {}), **options}
+    return moved

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.losses.base import ForwardLoss, PolicyLoss, Velocities
+from flowgrpo_rc.plugins import check_least, check_that
 
 SMALLEST_ERROR = 1e-5  # of the adaptive weight, as published
 
@@ -37,17 +38,12 @@ class DiffusionNFT(ForwardLoss):
 
     def __post_init__(self) -> None:
         """Raises ValueError for a wrong option."""
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"beta={self.beta}: give a number above 0")
-        if self.times is not None and self.times < 1:
-            raise ValueError(f"times={self.times}: give at least 1, or null for the whole schedule")
-        in_range = 0 <= self.old_decay_rate < math.inf and 0 <= self.old_decay_max < 1
-        if not in_range or self.old_decay_start < 0 or self.old_interval < 1:
-            raise ValueError(
-                f"old_decay_rate={self.old_decay_rate}, old_decay_max={self.old_decay_max}, "
-                f"old_decay_start={self.old_decay_start}, old_interval={self.old_interval}: give "
-                "numbers from 0, the second one below 1, the last one at least 1"
-            )
+        check_that(0 < self.beta < math.inf, f"beta={self.beta}: give a number above 0")
+        check_least("times", self.times, 1)
+        for name in ("old_decay_rate", "old_decay_max", "old_decay_start"):
+            check_least(name, vars(self)[name], 0)
+        check_that(self.old_decay_max < 1, f"old_decay_max={self.old_decay_max}: give less than 1")
+        check_least("old_interval", self.old_interval, 1)
 
     def __call__(self, velocities: Velocities, advantages: Tensor) -> PolicyLoss:
         """Computes the loss of each sample and noise level; see `ForwardLoss`."""

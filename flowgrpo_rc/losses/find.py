@@ -20,31 +20,24 @@ class LossSection(Protocol):
 
 
 def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str]) -> Any:
-    """Builds the loss class that a section names.
+    """Builds the loss class that a section names, a subclass of `base`; `key` is the section's.
 
-    Args:
-      key: the section's key, for messages.
-      section: the settings.
-      base: ImageLoss or TokenLoss.
-      shared: fields of the section that are options of some losses. A loss gets those that its
-        constructor has.
-
-    Raises:
-      ValueError: for an unknown loss, and for an option that the loss does not have, misses or
-        refuses.
+    `shared` are fields of the section that are options of some losses. A loss gets those that its
+    constructor has. ValueError for an unknown loss, and for an option that the loss does not have,
+    misses or refuses.
     """
     cls = find_class(key, section.loss_mode, base)
     names = option_names(cls)
     _check_own(key, section, [name for name in names if name not in shared])
-    given = {name: vars(section)[name] for name in shared if name in names}
-    return build(cls, given | section.options, key)
+    options = {name: vars(section)[name] for name in shared if name in names}
+    return build(cls, options | section.options, key)
 
 
 def find_class(key: str, loss_mode: str, base: type) -> type:
     """Returns the loss class called `loss_mode`; ValueError lists the allowed names."""
     names = package_losses(base)
-    if (found := names.get(str(loss_mode))) is not None:
-        return found
+    if loss_mode in names:
+        return names[loss_mode]
     if ":" in loss_mode or "." not in loss_mode:
         raise ValueError(
             f"{key}.loss_mode={loss_mode!r}: allowed are {', '.join(names)} and my_module.MyLoss "
@@ -57,7 +50,7 @@ def find_class(key: str, loss_mode: str, base: type) -> type:
 
 
 @cache  # a bound that is auto:k builds its loss anew for each forward
-def package_losses(base: type) -> dict[str, Any]:
+def package_losses(base: type) -> dict[str, type]:
     """Returns the loss classes of this folder by name; `base` is a class of losses."""
     names = available_plugins(PACKAGE, base)
     return {name: load_class(PACKAGE, name, base) for name in names}
@@ -74,12 +67,7 @@ def check_effects(
 ) -> None:
     """Raises ValueError for a setting without effect.
 
-    Args:
-      key: the section's key, for messages.
-      section: the settings.
-      base: ImageLoss or TokenLoss.
-      shared: fields of the section that are options of some losses.
-      read: those of them that the section's loss has.
+    Of the `shared` fields, as in `make_loss`, the section's loss has those in `read`.
     """
     for name in shared:
         value = vars(section)[name]
@@ -95,11 +83,11 @@ def check_effects(
             )
 
 
-def _check_own(key: str, section: LossSection, own: Sequence[str]) -> None:
-    """ValueError for an option that is not one of the loss's `own`, naming the nearest key."""
-    keys = [*own, *(name for name in vars(section) if name != "options")]
+def _check_own(key: str, section: LossSection, own_names: Sequence[str]) -> None:
+    """ValueError for an option that is not one of the loss's own, naming the nearest key."""
+    keys = [*own_names, *(name for name in vars(section) if name != "options")]
     for name in section.options:
-        if name not in own:
+        if name not in own_names:
             raise ValueError(
                 f"{key}.{name}: unknown option{did_you_mean(name, keys)}; allowed with "
                 f"{key}.loss_mode={section.loss_mode} are {', '.join(keys)}"

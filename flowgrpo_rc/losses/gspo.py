@@ -29,6 +29,6 @@ class GSPO(TokenClip):
         difference = select(log_probs - old_log_probs, keep_mask).detach()
         # Over kept tokens alone, the only ones that have a difference here.
         mean = difference.sum(1, keepdim=True) / keep_mask.sum(1, keepdim=True).clamp(min=1)
-        # own - own.detach() is 0 with the gradient of the token's own log-prob.
-        own = select(log_probs, keep_mask)
-        return mean + own - own.detach()
+        # x - x.detach() is 0 with the gradient of the token's own log-prob.
+        selected = select(log_probs, keep_mask)
+        return mean + selected - selected.detach()

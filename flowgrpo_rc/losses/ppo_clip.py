@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.correction.log_ratios import SAFETY_BOUND
 from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss, TokenLoss
+from flowgrpo_rc.plugins import check_that
 
 
 def ppo_clip(
@@ -50,9 +50,7 @@ def ppo_clip(
     # Selected before the exponential: 0 * inf in its gradient would be nan.
     log_ratio = select(log_ratio, keep_mask).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = torch.exp(log_ratio)
-    lowest: Any = 1 - clip_low  # a number or a tensor, as torch.clamp takes them
-    highest: Any = 1 + clip_high
-    clipped_ratio = ratio.clamp(lowest, highest)
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)  # type: ignore[arg-type]
     # The pessimistic of the two: the clip removes a gain, never a loss.
     values = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
 
@@ -105,11 +103,11 @@ class StepClip(DiffusionLoss):
 
     def __post_init__(self) -> None:
         """Raises ValueError for a `dual_clip` whose bound would lie inside of the band."""
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(
-                f"dual_clip={self.dual_clip}: give a number above 1, in units of clip_ratio, or "
-                "null for none"
-            )
+        check_that(
+            self.dual_clip is None or self.dual_clip > 1,
+            f"dual_clip={self.dual_clip}: give a number above 1, in units of clip_ratio, or null "
+            "for none",
+        )
 
     def clipped(self, log_ratio: Tensor, advantages: Tensor, keep_mask: Tensor) -> PolicyLoss:
         """Computes the clipped loss of each step from its log-ratio; all are [B, T]."""

@@ -86,10 +86,10 @@ class MismatchMonitor:
         known = batch.step_mask & torch.isfinite(difference)
         self._after.append(self._by_cell(difference, known, batch))
 
-    def finish(self, *, old_is_rollout: bool) -> MetricBag:
+    def finish(self, *, recomputes: bool) -> MetricBag:
         """Ends the iteration and returns its metrics, the same on all processes.
 
-        If the old policy's log-probs are the rollout's, current - old contains the mismatch.
+        Unless the algorithm `recomputes` the old policy, current - old contains the mismatch.
         """
         assert self._names is not None
         differences = self._processes.gather_ragged(torch.cat(self._differences))
@@ -102,7 +102,7 @@ class MismatchMonitor:
             if name:
                 _ratio(metrics, f"logprob_abs_diff/{name}", total, count)
         no_mismatch = torch.stack([torch.zeros_like(after[0]), after[1]])
-        contained = before if old_is_rollout else no_mismatch
+        contained = no_mismatch if recomputes else before
         _ratio(metrics, "policy_drift_abs_mean", *drift(after, contained))
         if self._expected is not None:
             self._compare(metrics, before, self._expected)

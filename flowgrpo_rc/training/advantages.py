@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Rewards
-from flowgrpo_rc.core.advantages import ESTIMATORS, advantage_metrics, estimate, farthest
+from flowgrpo_rc.core.advantages import advantage_metrics, estimate, farthest
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.training.config import AlgorithmConfig
@@ -39,20 +39,16 @@ class AdvantageEstimator:
             valid = valid & ~excluded
         # A saved rollout need not have each reward by itself, and only gdpo reads them.
         weights = self.weights if self.config.adv_estimator == "gdpo" else {}
-        norm_by_std, global_std = ESTIMATORS[self.config.adv_estimator]
-        found = estimate(
+        advantages = estimate(
             self.config.adv_estimator,
             rewards.total.to(device),
-            [rewards.parts[name].to(device) for name in weights],
-            list(weights.values()),
+            [(weight, rewards.parts[name].to(device)) for name, weight in weights.items()],
             batch.group,
             valid,
-            norm_by_std=norm_by_std,
-            global_std=global_std,
             all_reduce=self.all_reduce,
         )
-        metrics.merge(advantage_metrics(found, valid, batch.group, batch.ends))
-        return found.values
+        metrics.merge(advantage_metrics(advantages, valid, batch.group, batch.ends))
+        return advantages.values
 
     def chosen(self, advantages: Tensor, batch: Batch, metrics: MetricBag) -> Batch:
         """Returns the samples that are trained on, with their advantages, [B, T] fp32."""

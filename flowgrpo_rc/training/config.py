@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from flowgrpo_rc.core.advantages import ESTIMATORS
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
-from flowgrpo_rc.plugins import check_choice, check_least, check_packages
+from flowgrpo_rc.plugins import check_choice, check_least, check_packages, check_that
 
 KL_REFERENCES = ("base", "start")
 OPTIMIZERS = ("adamw", "adamw_8bit")
@@ -37,8 +37,8 @@ class FilterGroupsConfig:
         """Raises ValueError for a wrong setting."""
         key = "algorithm.filter_groups.max_num_gen_batches"
         check_least(key, self.max_num_gen_batches, 2)
-        if not self.enable and self != FilterGroupsConfig():
-            raise ValueError(f"{key} has no effect without algorithm.filter_groups.enable=true")
+        message = f"{key} has no effect without algorithm.filter_groups.enable=true"
+        check_that(self.enable or self == FilterGroupsConfig(), message)
 
 
 @dataclass(kw_only=True)
@@ -89,15 +89,15 @@ class OptimConfig:
         check_choice("actor.optim.lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
         if self.name == "adamw_8bit":
             check_packages("actor.optim.name=adamw_8bit", ["torchao"], "quantization")
-        for name in ("lr", "clip_grad"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"actor.optim.{name}={getattr(self, name)}: give a number above 0")
-        if self.weight_decay < 0 or self.lr_warmup_steps < 0:
-            raise ValueError(
-                "actor.optim.weight_decay and actor.optim.lr_warmup_steps cannot be negative"
-            )
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"actor.optim.betas={self.betas}: give two numbers from 0 to below 1")
+        for name, value in (("lr", self.lr), ("clip_grad", self.clip_grad)):
+            positive = 0 < value < math.inf
+            check_that(positive, f"actor.optim.{name}={value}: give a number above 0")
+        check_least("actor.optim.weight_decay", self.weight_decay, 0)
+        check_least("actor.optim.lr_warmup_steps", self.lr_warmup_steps, 0)
+        check_that(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"actor.optim.betas={self.betas}: give two numbers from 0 to below 1",
+        )
 
 
 @dataclass(kw_only=True)
@@ -115,8 +115,8 @@ class EMAConfig:
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"actor.ema.decay={self.decay}: give a number from 0 to below 1")
+        message = f"actor.ema.decay={self.decay}: give a number from 0 to below 1"
+        check_that(0 <= self.decay < 1, message)
         check_least("actor.ema.update_interval", self.update_interval, 1)
 
 
@@ -154,12 +154,11 @@ class ActorConfig:
     def validate(self) -> None:
         """Raises ValueError for a wrong setting. The sections of losses check themselves."""
         for name in COUNTS:
-            check_least(f"actor.{name}", getattr(self, name), 1)
-        if self.use_kl_loss and not self.kl_loss_coef > 0:
-            raise ValueError(
-                f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more "
-                "than 0"
-            )
+            check_least(f"actor.{name}", vars(self)[name], 1)
+        check_that(
+            not self.use_kl_loss or self.kl_loss_coef > 0,
+            f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more than 0",
+        )
         check_choice("actor.kl_reference", self.kl_reference, KL_REFERENCES)
         self.optim.validate()
         self.ema.validate()

@@ -35,14 +35,18 @@ def encode_ahead(
     host, so that the encoders have the device for themselves.
     """
     assert isinstance(task, ImageTask)
-    model, rollout = task.model, task.config
+    model = task.model
+    rollout = task.config
     sampler, held_out, suites = prompts
-    rank, count = processes.rank, processes.count
-    asked = []
+    rank = processes.rank
+    count = processes.count
+    batches_to_encode = []
     for step in steps:
         drawn = sampler.step(step - 1)
-        own = shard(drawn, step=step, mini_batch_size=mini_batch_size, rank=rank, world_size=count)
-        asked.append((own.prompts, rollout.spec(step)))
+        share_of_step = shard(
+            drawn, step=step, mini_batch_size=mini_batch_size, rank=rank, world_size=count
+        )
+        batches_to_encode.append((share_of_step.prompts, rollout.spec(step)))
     first = held_out[: rollout.val_kwargs.n]
     evaluated = [(first, rollout), (first[:NUM_FOLLOWED], rollout)]
     evaluated += [([*suite.prompts] * suite.seeds, suite.applied(rollout)) for suite in suites]
@@ -50,10 +54,11 @@ def encode_ahead(
         size = -(-len(read) // count)
         share = read[rank * size :][:size] or read[-1:]
         rows = batches(len(share), rollout.val_kwargs.batch_size)
-        asked += [(share[each], sampled.held_out_spec()) for each in rows]
+        spec = sampled.held_out_spec()
+        batches_to_encode += [(share[some_rows], spec) for some_rows in rows]
     model.network.to("cpu")
     with model.encoders_at_work():
-        for batch, spec in asked:
+        for batch, spec in batches_to_encode:
             encode_prompts(model, batch, spec)
     model.network.to(model.device)
 

@@ -65,12 +65,13 @@ class Journal:
             self.log.rejected(step, rows)
 
     def held_out(
-        self, step: int, task: Task, found: HeldOutScores, *, evaluated: bool = True
+        self, step: int, task: Task, held_out: HeldOutScores, *, evaluated: bool = True
     ) -> None:
         """Saves some of the held-out samples with their scores, on the main process."""
         if self.processes.is_main:
             stem = self.folder.samples_stem(step, evaluated=evaluated)
-            draw = partial(task.save_samples, stem, found.samples, found.prompts, found.scores)
+            columns = (held_out.samples, held_out.prompts, held_out.scores)
+            draw = partial(task.save_samples, stem, *columns)
             self.log.image(step, "val/samples", draw)
 
     def finish(self, step: int, metrics: MetricBag) -> bool:
@@ -104,13 +105,13 @@ class Journal:
         bundle = self.folder.debug / name
         try:
             write_bundle(bundle, step, batch, tensors)
-            told = f"samples, seeds and norms are in {bundle}"
+            where = f"samples, seeds and norms are in {bundle}"
         except OSError as refused:
-            told = f"samples, seeds and norms could not be written ({refused})"
+            where = f"samples, seeds and norms could not be written ({refused})"
         checkpoints = list_checkpoints(self.folder.checkpoints)
         newest = checkpoints[-1].name if checkpoints else "none"
         return type(error)(
             f"step {step}: {error}. Nothing of it was saved: the last good checkpoint is "
             f"{newest}, and the same command goes on from it. A lower actor.optim.lr or "
-            f"actor.optim.clip_grad may help; {told}"
+            f"actor.optim.clip_grad may help; {where}"
         )

@@ -41,7 +41,7 @@ class RunState:
     def save(self, step: int, *, spare: int | None) -> None:
         """Writes the checkpoint of a step, on the main process; that of `spare` stays."""
         if self.processes.is_main:
-            state: Mapping[str, Any] = {
+            state = {
                 "update": self.update.state(),
                 "health": self.health.state_dict(),
                 "source": self.source.state(),
@@ -79,7 +79,7 @@ class RunState:
         known = {*self.update.tensors(), *self.algorithm.tensors(), "update", "health", "source"}
         known |= {f"{OLDER}{version}" for version in resumed.older_weights()}
         known |= {f"update.{name}" for name in self.update.state()}
-        found = {*resumed.tensors, *resumed.state}
-        found |= {f"update.{name}" for name in resumed.state["update"]}
-        if unknown := sorted(found - known):
+        names = {*resumed.tensors, *resumed.state}
+        names |= {f"update.{name}" for name in resumed.state["update"]}
+        if unknown := sorted(names - known):
             raise ValueError(f"it holds {unknown[0]}, which this version does not know")

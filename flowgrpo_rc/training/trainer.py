@@ -76,7 +76,8 @@ class Trainer:
             self._finish_step()
         elif self._step == 0 and self.config.sample_freq:
             self._draw()
-        best, patience = self.journal.best, self.config.patience
+        best = self.journal.best
+        patience = self.config.patience
         while self._step < total and not best.over(patience):
             self.train_step(self._step + 1)
             if self._due(self.config.test_freq):
@@ -177,9 +178,9 @@ class Trainer:
             assert early is not None
             with self._timed("reward_wait"):
                 # Groups without rewards only lack theirs: those of the others have the same bits.
-                found = self.advantages.of(batch, early(count), MetricBag()).float()
-            found = found if order is None else found[order]
-            advantages.copy_(found.unsqueeze(1))  # mini-batches are views of it
+                known = self.advantages.of(batch, early(count), MetricBag()).float()
+            known = known if order is None else known[order]
+            advantages.copy_(known.unsqueeze(1))  # mini-batches are views of it
 
         if early is not None:
             ordered = ordered.replace(advantages=advantages)
@@ -202,9 +203,9 @@ class Trainer:
     def _draw(self, first: int | None = NUM_FOLLOWED) -> HeldOutScores:
         """Draws the held-out samples that the report's strip shows, or all for an evaluation."""
         with self._timed("evaluation"), self.update.averaged():
-            found = self.evaluator.run(self.processes, first=first)
-            self.journal.held_out(self._step, self.task, found, evaluated=first is None)
-        return found
+            scores = self.evaluator.run(self.processes, first=first)
+            self.journal.held_out(self._step, self.task, scores, evaluated=first is None)
+        return scores
 
     def _export(self) -> None:
         """Exports the weights that evaluations score, on the main process."""

@@ -107,15 +107,15 @@ class PolicyUpdate:
     def _mini_batch(self, mini: Batch, metrics: MetricBag) -> Batch:
         """Takes one optimizer step; returns the mini-batch as later epochs take it."""
         backward = partial(self._backward, metrics=metrics)
-        mini, parts = self._algorithm.loss(mini, backward, metrics, updates=self._updates_here)
-        self._divide_gradients(parts)
+        mini, counts = self._algorithm.loss(mini, backward, metrics, updates=self._updates_here)
+        self._divide_gradients(counts)
         self._step(metrics)
         return mini
 
-    def _divide_gradients(self, parts: Tensor) -> None:
+    def _divide_gradients(self, counts: Tensor) -> None:
         """Sums the gradients over processes, and divides once by what the loss counts in all."""
         self._processes.sum_gradients(self.parameters)
-        scale = 1 / denominator(parts, self._processes.sum)
+        scale = 1 / denominator(counts, self._processes.sum)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
@@ -202,7 +202,7 @@ class PolicyUpdate:
             tensors["ema"] = dict(zip(self._named, self.ema.shadow_params, strict=True))
         return tensors
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Returns the numbers beside the tensors; JSON can hold them."""
         return {
             "updates": self._updates,

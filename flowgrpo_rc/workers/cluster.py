@@ -84,17 +84,18 @@ def start_workers(
     They join the Ray cluster at `address`, or start one on this machine if that is None. ValueError
     if the trainer leaves too few GPUs, EngineError if no worker starts.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes.count))
-    if address is None and here < processes.count:
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", processes.count))
+    if address is None and num_here < processes.count:
         raise ValueError(
             f"rollout.workers={settings.num_workers}: the trainer's processes are on several "
             "machines. Have all of them join a Ray cluster, and give its rollout.ray_address"
         )
     cluster = None
     if processes.is_main:
-        workers, gpus = settings.num_workers, None
+        workers = settings.num_workers
+        gpus = None
         if address is None:
-            gpus = spare_gpus(processes.device, here, workers, settings.num_gpus)
+            gpus = spare_gpus(processes.device, num_here, workers, settings.num_gpus)
         cluster = start_or_join(address, workers * settings.num_cpus, gpus)
     cluster, *_ = processes.gather_objects([cluster])
     if not processes.is_main:
@@ -189,7 +190,7 @@ def check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as connection:
-            own = connection.getsockname()[0]
+            own_address = connection.getsockname()[0]
     except (OSError, ValueError, OverflowError) as error:
         raise ValueError(
             f"rollout.ray_address={address} cannot be reached: {error}. Give HOST:PORT of the head "
@@ -199,10 +200,10 @@ def check_reachable(address: str) -> None:
     while (joined := _joined(address)) and not any(map(_is_here, joined)):
         if time.monotonic() > deadline:
             raise ValueError(
-                f"rollout.ray_address={address}: {own} trains and has not joined the Ray cluster "
-                f"(joined: {', '.join(joined)}). Before the training, run there: ray start "
-                f"--address={address} --node-ip-address={own} --num-cpus=0 --num-gpus=0 (or with "
-                "the cores and GPUs that may sample)"
+                f"rollout.ray_address={address}: {own_address} trains and has not joined the Ray "
+                f"cluster (joined: {', '.join(joined)}). Before the training, run there: ray start "
+                f"--address={address} --node-ip-address={own_address} --num-cpus=0 --num-gpus=0 "
+                "(or with the cores and GPUs that may sample)"
             )
         time.sleep(1.0)
 
@@ -212,8 +213,8 @@ def _joined(address: str) -> list[str]:
     command = [sys.executable, "-c", _NODES, address]
     with contextlib.suppress(subprocess.TimeoutExpired):
         # In a process of its own: Ray ends one that asks without a token.
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_CONNECT_S)
-        return told.stdout.split()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CONNECT_S)
+        return done.stdout.split()
     return []
 
 

@@ -19,7 +19,14 @@ from flowgrpo_rc.records.packed_batch import PackedBatch, unpack
 from flowgrpo_rc.rollout.engine import EngineError, RolloutChunk, RolloutEngine, RolloutRequest
 from flowgrpo_rc.workers.cluster import PoolSettings
 from flowgrpo_rc.workers.pool import STATUS, WorkerPool
-from flowgrpo_rc.workers.worker import LATENTS, SampledChunk, package_versions, to_bytes
+from flowgrpo_rc.workers.worker import (
+    LATENTS,
+    Handle,
+    Reference,
+    SampledChunk,
+    package_versions,
+    to_bytes,
+)
 
 logger = logging.getLogger(__name__)
 _POOL = "pool"
@@ -48,11 +55,11 @@ class WorkersEngine(RolloutEngine[Any]):
     def generate(self, request: RolloutRequest) -> Iterator[RolloutChunk]:
         """Hands all chunks to the workers at once; yields them in their order."""
         boxed = [ray.put(request)]
-        asked = [
+        pending = [
             (rows, self._pool.sample.remote(boxed, rows, self.version))
             for rows in request.chunks(self._settings.chunk_size)
         ]
-        return self._chunks(request, boxed, asked, self.version)
+        return self._chunks(request, boxed, pending, self.version)
 
     def take_weights(self, state: Mapping[str, Tensor]) -> None:
         """Puts the LoRA into the object store; chunks asked for later get it."""
@@ -97,14 +104,14 @@ class WorkersEngine(RolloutEngine[Any]):
     def _chunks(
         self,
         request: RolloutRequest,
-        boxed: list[Any],
-        asked: list[tuple[range, Any]],
+        boxed: list[Reference],
+        pending: list[tuple[range, Reference]],
         version: int,
     ) -> Iterator[RolloutChunk]:
         encoded: dict[str, Tensor] = {}
         first: DiffusionBatch | None = None
-        while asked:
-            rows, reference = asked.pop(0)  # so that Ray can free it when it has been read
+        while pending:
+            rows, reference = pending.pop(0)  # so that Ray can free it when it has been read
             sampled = self._received(boxed, rows, version, reference)
             tensors = load(sampled.tensors)
             latents = tensors.pop(LATENTS, None)
@@ -126,25 +133,26 @@ class WorkersEngine(RolloutEngine[Any]):
             )
 
     def _received(
-        self, boxed: list[Any], rows: range, version: int, reference: Any
+        self, boxed: list[Reference], rows: range, version: int, reference: Reference
     ) -> SampledChunk:
         """Waits for a chunk, and has it sampled again if it is lost with its machine."""
         while True:
             with _told():
-                (found,) = ray.get(reference)
+                (chunk,) = ray.get(reference)
                 try:
-                    sampled: SampledChunk = ray.get(found)
+                    sampled: SampledChunk = ray.get(chunk)
                     return sampled
                 except ObjectLostError:
                     reference = self._pool.sample.remote(boxed, rows, version)
 
 
-def _started(make_engine: Callable[[], RolloutEngine[Any]], settings: PoolSettings) -> Any:
+def _started(make_engine: Callable[[], RolloutEngine[Any]], settings: PoolSettings) -> Handle:
     """Starts the pool on this machine, since it is lost with its machine, and its workers."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    remote: Any = ray.remote(WorkerPool)
+    this_node = ray.get_runtime_context().get_node_id()
+    on_this_node = NodeAffinitySchedulingStrategy(this_node, soft=False)
+    remote: Handle = ray.remote(WorkerPool)
     pool = remote.options(
-        name=_POOL, num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
+        name=_POOL, num_cpus=0, max_concurrency=10_000, scheduling_strategy=on_this_node
     ).remote([ray.put(make_engine)], settings, package_versions())
     with _told():
         ray.get(pool.start.remote())

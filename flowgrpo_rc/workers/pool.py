@@ -5,14 +5,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.workers.cluster import PoolSettings
-from flowgrpo_rc.workers.worker import Worker
+from flowgrpo_rc.workers.worker import Handle, Reference, Worker
 
 _KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest
 
@@ -29,15 +28,15 @@ class WorkerPool:
     """
 
     def __init__(
-        self, make_engine: list[Any], settings: PoolSettings, versions: Mapping[str, str]
+        self, make_engine: list[Reference], settings: PoolSettings, versions: Mapping[str, str]
     ) -> None:
         """Starts no worker yet. A worker whose packages have other `versions` will be refused."""
         self._make_engine = make_engine
         self._settings = settings
         self._versions = dict(versions)
-        self._free: asyncio.Queue[Any] = asyncio.Queue()
+        self._free: asyncio.Queue[Handle] = asyncio.Queue()
         self._order = asyncio.Lock()
-        self._adapters: dict[int, list[Any]] = {}
+        self._adapters: dict[int, list[Reference]] = {}
         self._new_adapter = asyncio.Condition()
         self._waiting = 0
         self._alive = 0  # also those that start
@@ -63,15 +62,15 @@ class WorkerPool:
             self._start_one()
         self._free.put_nowait(await self._next())
 
-    async def put_adapter(self, version: int, adapter: list[Any]) -> None:
+    async def put_adapter(self, version: int, adapter: list[Reference]) -> None:
         """Takes a version of the LoRA."""
         self._adapters[version] = adapter
         oldest = version - self._settings.staleness - _KEPT_VERSIONS
-        self._adapters = {v: kept for v, kept in self._adapters.items() if v >= oldest}
+        self._adapters = {v: past for v, past in self._adapters.items() if v >= oldest}
         async with self._new_adapter:
             self._new_adapter.notify_all()
 
-    async def sample(self, request: list[Any], rows: range, version: int) -> list[Any]:
+    async def sample(self, request: list[Reference], rows: range, version: int) -> list[Reference]:
         """Has rows of a request sampled, and again by another worker if one is lost.
 
         Another process than the one that asks puts the version of the LoRA here, maybe later.
@@ -108,12 +107,14 @@ class WorkerPool:
         mib = self._num_bytes / 2**20
         values = (busy_fraction, self._ready, self._longest_queue, mib, self._restarts)
         lost = self._lost
-        self._busy_s, self._told_at = 0.0, self._counted_at
-        self._num_bytes, self._longest_queue = 0, self._waiting
+        self._busy_s = 0.0
+        self._told_at = self._counted_at
+        self._num_bytes = 0
+        self._longest_queue = self._waiting
         self._lost = []
         return dict(zip(STATUS, values, strict=True)), lost
 
-    async def _next(self) -> Any:
+    async def _next(self) -> Handle:
         """Waits for a free worker; those who came first get one first."""
         self._waiting += 1
         self._longest_queue = max(self._longest_queue, self._waiting - self._free.qsize())
@@ -128,7 +129,7 @@ class WorkerPool:
             raise EngineError(f"no rollout worker is left: {'; '.join(self._lost[-3:])}")
         return worker
 
-    async def _freed(self) -> Any:
+    async def _freed(self) -> Handle:
         while True:
             try:
                 return await asyncio.wait_for(self._free.get(), self._settings.timeout_s)
@@ -139,12 +140,12 @@ class WorkerPool:
 
     def _none_started(self) -> str:
         settings = self._settings
-        found = ray.cluster_resources()
+        resources = ray.cluster_resources()
         return (
             f"no rollout worker has started within rollout.worker_timeout_s="
             f"{settings.timeout_s:g}: each asks for {settings.num_cpus} cores "
             f"(rollout.cpus_per_worker) and {settings.num_gpus:g} GPUs (rollout.gpus_per_worker), "
-            f"and the cluster has {found.get('CPU', 0):g} and {found.get('GPU', 0):g}"
+            f"and the cluster has {resources.get('CPU', 0):g} and {resources.get('GPU', 0):g}"
             + "".join(f"; {reason}" for reason in self._lost[-3:])
         )
 
@@ -167,7 +168,7 @@ class WorkerPool:
         """
         settings = self._settings
         options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
-        remote: Any = ray.remote(Worker)
+        remote: Handle = ray.remote(Worker)
         worker = remote.options(**options).remote(settings.num_cpus)
         try:
             machine = await worker.machine.remote()
@@ -204,14 +205,14 @@ class WorkerPool:
             async with self._turn_over:
                 self._turn_over.notify_all()
 
-    def _replace(self, worker: Any, reason: str) -> None:
+    def _replace(self, worker: Handle, reason: str) -> None:
         """Drops a worker and starts another one, if that is still allowed."""
         if self._restarts < self._settings.max_restarts:
             self._restarts += 1
             self._start_one()
         self._drop(worker, reason)
 
-    def _drop(self, worker: Any, reason: str) -> None:
+    def _drop(self, worker: Handle, reason: str) -> None:
         self._lost.append(reason)
         ray.kill(worker, no_restart=True)
         self._alive -= 1

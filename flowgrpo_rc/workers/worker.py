@@ -25,6 +25,9 @@ from flowgrpo_rc.rollout.engine import (
     check_settings,
 )
 
+# Ray gives its references and handles no type.
+Reference = Any  # to an object in its store
+Handle = Any  # of an actor
 # What has to be of one version where a chunk is sampled and where it is trained on.
 _PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft")
 _OF_PROMPTS = ("conditioning.", "negative.")
@@ -35,7 +38,7 @@ LATENTS = "latents"
 class SampledChunk:
     """A chunk as a worker sends it: a packed batch with LATENTS, and what rewards see of it."""
 
-    header: Mapping[str, Any]
+    header: Mapping[str, object]
     tensors: bytes
     samples: Samples | None
     blocks: tuple[int, int] = (0, 0)  # as in `RolloutChunk`

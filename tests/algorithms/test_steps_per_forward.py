@@ -1,7 +1,5 @@
 """`actor.steps_per_forward`: several SDE steps in one forward change nothing but the time."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +9,6 @@ import torch
 from support.builders import loss_config
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of, update_of
-from support.subjects import with_own_network
 from torch import Tensor
 
 from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
@@ -24,26 +21,34 @@ from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.policies.flow import FlowPolicy
 
-# Forwards of 4 steps in pieces of 1, of 3 and 1, and of all.
-SIZES = {1: 4, 3: 2, None: 1}
 BYPASS = {"bypass_mode": True}
 WINDOW = {"bypass_mode": True, "bypass_level": "window"}
 BAND = {"rollout_rs_threshold": "0.9998_1.0002"}
-CASES: dict[str, dict[str, Any]] = {
-    "bypass": BYPASS | BAND | {"rollout_rs": "token_k1", "rollout_is": "token"},
-    "bypass sequence": BYPASS | BAND | {"rollout_rs": "seq_mean_k1"},
-    "bypass auto": BYPASS | {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto:4"},
-    "bypass centered": BYPASS | {"centered": True},
-    "bypass normalized": BYPASS
-    | {"loss_type": "reinforce", "rollout_is": "sequence", "rollout_is_batch_normalize": True},
-    "window": WINDOW | BAND | {"rollout_rs": "seq_mean_k1"},
-    "window auto": WINDOW | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"},
-    "window reinforce": WINDOW | {"loss_type": "reinforce", "rollout_is": "sequence"},
-    "decoupled": BAND | {"rollout_rs": "seq_mean_k1", "rollout_is": "sequence"},
-    "decoupled own": BAND | {"rollout_rs": "token_k1", "rollout_is": "token"},
-    "decoupled centered": {"centered": True},
-}
+SEQUENCE = BAND | {"rollout_rs": "seq_mean_k1"}
+AUTO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}
+STEPS = BAND | {"rollout_rs": "token_k1", "rollout_is": "token"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 10.0}
+# Settings of the correction, the loss, those of the actor, and SDE steps of a forward; where
+# `own_forwards` is true, decoupled mode takes its old policy from the update's forwards.
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None]] = {
+    "bypass": (BYPASS | STEPS, "flow_grpo", KL, 3),
+    "bypass auto": (BYPASS | AUTO | {"rollout_rs": "token_k1"}, "flow_grpo", {}, 3),
+    "bypass guard": (BYPASS | {"centered": True}, "grpo_guard", {}, None),
+    "bypass normalized": (
+        BYPASS
+        | {"loss_type": "reinforce", "rollout_is": "sequence", "rollout_is_batch_normalize": True},
+        "flow_grpo",
+        {},
+        3,
+    ),
+    "window": (WINDOW | SEQUENCE, "flow_dppo", KL, 3),
+    "window auto": (WINDOW | AUTO, "flow_grpo", {"ppo_epochs": 2}, None),
+    "decoupled": (SEQUENCE | {"rollout_is": "sequence"}, "flow_grpo", {}, 3),
+    "decoupled own": (STEPS, "flow_dppo", {"ppo_epochs": 2}, 3),
+    "decoupled own guard": (STEPS | {"centered": True}, "grpo_guard", KL, None),
+}
+# Forwards of 4 steps in pieces of 1, of 3 and 1, and of all.
+FORWARDS = {1: 4, 3: 2, None: 1}
 
 
 class Counted(FlowPolicy):
@@ -65,18 +70,20 @@ class Result(NamedTuple):
     forwards: int
 
 
-@pytest.fixture(scope="session")
-def fp64(checkpoint: Path) -> FlowModel:
-    return load_model(ModelConfig(path=str(checkpoint), dtype="fp64"), torch.device("cpu"))
+@pytest.fixture(scope="module")
+def fp64(checkpoint: Path) -> tuple[FlowModel, DiffusionBatch]:
+    """A model, whose weights `iterate` puts back, and samples whose windows hold four steps."""
+    model = load_model(ModelConfig(path=str(checkpoint), dtype="fp64"), torch.device("cpu"))
+    return model, sampled(model)
 
 
-def sampled(model: FlowModel, window: str = "per_sample") -> DiffusionBatch:
+def sampled(model: FlowModel) -> DiffusionBatch:
     """Samples with a LoRA in bf16; the batch is in the precision of the model."""
     network = trained_lora(model)
     for parameter in lora_parameters(network).values():
         parameter.data = parameter.data.to(network.dtype)
     spec = make_spec("sde", 4.5, dtype="bf16")
-    batch, _ = sample_images(model, network, spec, WINDOWS[window], keep_means=True)
+    batch, _ = sample_images(model, network, spec, WINDOWS["all"], keep_means=True)
     advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
     names = ("all_latents", "sigmas", "rollout_log_probs", "prev_sample_mean")
     precise = {name: getattr(batch, name).to(network.dtype) for name in names}
@@ -134,81 +141,55 @@ def warm(bands: AutoBands, batch: DiffusionBatch) -> AutoBands:
     return bands
 
 
-def assert_equal(found: Result, expect: Result, *, tolerance: float) -> None:
-    assert found.metrics == pytest.approx(expect.metrics, rel=tolerance, abs=tolerance)
+def assert_equal(actual: Result, expect: Result, *, tolerance: float) -> None:
+    assert actual.metrics == pytest.approx(expect.metrics, rel=tolerance, abs=tolerance)
     largest = max(gradient.abs().max().item() for gradient in expect.gradients)
-    assert len(found.gradients) == len(expect.gradients) > 0
+    assert len(actual.gradients) == len(expect.gradients) > 0
     assert largest > 0
-    for one, other in zip(found.gradients, expect.gradients, strict=True):
+    for one, other in zip(actual.gradients, expect.gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance * largest)
-    assert len(found.decisions) == len(expect.decisions) > 0
-    for one, other in zip(found.decisions, expect.decisions, strict=True):
+    assert len(actual.decisions) == len(expect.decisions) > 0
+    for one, other in zip(actual.decisions, expect.decisions, strict=True):
         assert torch.equal(one.seed, other.seed)
         assert torch.equal(one.cells, other.cells)
         assert torch.equal(one.keep_mask, other.keep_mask)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_correction_is_the_same(fp64: FlowModel, case: str) -> None:
-    model = with_own_network(fp64)
-    batch = sampled(model, "all")
-    correction = RolloutCorrectionConfig(**CASES[case])
-    correction.validate()
-    config = loss_config(correction, clip=1e-4)
-    own = case == "decoupled own"
-    found = {size: iterate(model, batch, size, config, {}, own_forwards=own) for size in SIZES}
-    for size, forwards in SIZES.items():
-        assert found[size].forwards == 2 * forwards
-        assert_equal(found[size], found[1], tolerance=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("loss", "actor"),
-    [("flow_grpo", KL), ("flow_grpo", {"ppo_epochs": 2}), ("grpo_guard", {}), ("flow_dppo", KL)],
-)
-@pytest.mark.parametrize("mode", ["bypass", "window", "decoupled own"])
-def test_every_loss_is_the_same(
-    fp64: FlowModel, mode: str, loss: str, actor: dict[str, Any]
+def test_steps_of_one_forward_change_nothing(
+    fp64: tuple[FlowModel, DiffusionBatch], case: str
 ) -> None:
-    """Windows start at different steps, so one forward has several timesteps in any case."""
-    model = with_own_network(fp64)
-    batch = sampled(model)
-    settings = DiffusionLossConfig(loss_mode=loss)
+    settings, loss_mode, actor, size = CASES[case]
+    correction = RolloutCorrectionConfig(**settings)
+    correction.validate()
     config = LossConfig(
-        diffusion_loss=settings, rollout_correction=RolloutCorrectionConfig(**CASES[mode])
+        diffusion_loss=DiffusionLossConfig(loss_mode=loss_mode), rollout_correction=correction
     )
-    own = mode == "decoupled own"
-    one, together = (
-        iterate(model, batch, size, config, actor, own_forwards=own) for size in (1, None)
-    )
+    own = case.startswith("decoupled own")
+    one, together = (iterate(*fp64, n, config, actor, own_forwards=own) for n in (1, size))
     assert_equal(together, one, tolerance=1e-12)
+    assert one.forwards * FORWARDS[size] == together.forwards * FORWARDS[1]
 
 
-def test_the_kl_penalty_counts_by_its_coefficient(fp64: FlowModel) -> None:
+def test_the_kl_penalty_counts_by_its_coefficient(fp64: tuple[FlowModel, DiffusionBatch]) -> None:
     """Without advantages the gradient is that of the penalty alone."""
-    model = with_own_network(fp64)
-    batch = sampled(model)
+    model, batch = fp64
     batch = batch.replace(advantages=0 * batch.advantages)
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True))
-    one, ten = (
-        iterate(model, batch, 1, config, KL | {"kl_loss_coef": coefficient}).metrics["grad_norm"]
+    once, tenfold = (
+        iterate(model, batch, None, config, KL | {"kl_loss_coef": coefficient}).metrics["grad_norm"]
         for coefficient in (1.0, 10.0)
     )
-    assert one > 0
-    assert ten == pytest.approx(10 * one, rel=1e-3)
+    assert once > 0
+    assert tenfold == pytest.approx(10 * once, rel=1e-3)
 
 
 def test_fp32_and_checkpointed_gradients_are_close(model: FlowModel) -> None:
-    batch = sampled(model, "all")
+    batch = sampled(model)
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=1e-4)
-    results = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.transformer.enable_gradient_checkpointing()
-        results += [iterate(model, batch, size, config, {}) for size in (1, None)]
-    one, together, checkpointed, both = results
-    assert_equal(checkpointed, one, tolerance=0)
-    assert_equal(both, together, tolerance=0)
+    one, together = (iterate(model, batch, size, config, {}) for size in (1, None))
+    model.transformer.enable_gradient_checkpointing()
+    assert_equal(iterate(model, batch, None, config, {}), together, tolerance=0)
     size = torch.cat([gradient.flatten() for gradient in one.gradients]).norm()
     for gradient, other in zip(together.gradients, one.gradients, strict=True):
         assert (gradient - other).norm() <= 1e-3 * size

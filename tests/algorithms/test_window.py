@@ -1,7 +1,5 @@
 """`bypass_level=window`: criteria and weights of sequences see the whole window in bypass mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.builders import loss_config
@@ -91,8 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("micro", [4, 1])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "micro"), [*zip(CASES, [4, 1, 4, 1, 4], strict=True)])
 def test_the_gradient_is_that_of_one_graph_of_all_steps(
     model: FlowModel, case: str, micro: int
 ) -> None:
@@ -100,12 +97,19 @@ def test_the_gradient_is_that_of_one_graph_of_all_steps(
     correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level="window", **CASES[case])
     correction.validate()
     config = loss_config(correction)
-    found, _ = setting.gradient(config, micro)
+    actual, metrics = setting.gradient(config, micro)
     expect = by_autograd(setting, config, setting.batch)
-    assert len(found) == len(expect) > 0
+    assert len(actual) == len(expect) > 0
     size = max(gradient.abs().max().item() for gradient in expect)
-    for one, other in zip(found, expect, strict=True):
+    for one, other in zip(actual, expect, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * size)
+    # The metrics are those of whole trajectories.
+    old = setting.policy.log_probs(setting.batch, micro)
+    known = Corrector(correction)(old, setting.batch.rollout_log_probs, setting.batch.step_mask)
+    corrected = {f"rollout_corr/{n}": value for n, value in known.metrics.compute().items()}
+    ours = {name: metrics[name] for name in corrected}
+    assert ours == pytest.approx(corrected, rel=1e-9, abs=1e-13)
+    assert metrics["rollout_corr/chi2_seq"] != metrics["rollout_corr/chi2_token"]
 
 
 def test_a_fault_at_one_step_rejects_the_trajectory(model: FlowModel) -> None:
@@ -117,29 +121,9 @@ def test_a_fault_at_one_step_rejects_the_trajectory(model: FlowModel) -> None:
     rejected = {}
     for level in ("step", "window"):
         correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level=level, **MEAN_BAND)
-        found = setting.update(loss_config(correction)).run(setting.batch, 4).compute()
-        rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
+        actual = setting.update(loss_config(correction)).run(setting.batch, 4).compute()
+        rejected[level] = actual["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / (4 * number), "window": number / (4 * number)}
-
-
-def test_the_metrics_are_those_of_whole_trajectories(model: FlowModel) -> None:
-    setting = Setting(model)
-    correction = RolloutCorrectionConfig(
-        bypass_mode=True,
-        bypass_level="window",
-        loss_type="reinforce",
-        rollout_is="sequence",
-        **MEAN_BAND,
-    )
-    found = setting.gradient(loss_config(correction))[1]
-    old = setting.policy.log_probs(setting.batch, 4)
-    expect = Corrector(correction)(
-        old, setting.batch.rollout_log_probs, setting.batch.step_mask
-    ).metrics.compute()
-    assert {name: found[f"rollout_corr/{name}"] for name in expect} == pytest.approx(
-        expect, rel=1e-12, abs=1e-15
-    )
-    assert found["rollout_corr/chi2_seq"] != found["rollout_corr/chi2_token"]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +165,6 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
             bands.judge(step, past, None)
         bands.finish(lambda rows: rows)
         update = setting.update(loss_config(correction), bands)
-        found = iterate(update, setting.mode, setting.batch, 4)
-        rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
+        actual = iterate(update, setting.mode, setting.batch, 4)
+        rejected[level] = actual["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / 16, "window": 4 / 16}

@@ -1,7 +1,5 @@
 """The estimators k1, k2 and k3, and the exact KL of two Gaussians."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Counter-based randomness: what a draw depends on, and what it must not depend on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,8 +10,8 @@ def test_known_values_are_pinned():
     """If they changed, an old run could no longer be resumed bit for bit."""
     assert derive_seed(0) == 3696793467068528757
     assert derive_seed(42, 7, 3, 1, "rollout") == 2994232003836496177
-    found = normal((3,), [123], "latents")[0].tolist()
-    assert found == pytest.approx(
+    actual = normal((3,), [123], "latents")[0].tolist()
+    assert actual == pytest.approx(
         [-2.5124690532684326, -1.8929342031478882, 1.0370031595230103], abs=1e-6
     )
 
@@ -37,38 +35,11 @@ def test_type_order_and_number_of_parts_matter(one, other):
     assert derive_seed(*one) != derive_seed(*other)
 
 
-def test_seeds_are_distinct_and_fit_63_bits():
-    seeds = {
-        derive_seed(run, step, slot) for run in range(4) for step in range(20) for slot in range(50)
-    }
-    assert len(seeds) == 4000
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert max(seeds) > 2**62
-    assert derive_seed(2**70, -5, "x") == derive_seed(2**70, -5, "x")
-
-
 def test_a_row_does_not_depend_on_the_batch():
     whole = normal((2, 5), [11, 12, 13, 14], "step", 3)
     assert whole.dtype == torch.float32
     assert torch.equal(normal((2, 5), [13], "step", 3)[0], whole[2])
     assert torch.equal(normal((2, 5), [14, 11], "step", 3), whole[[3, 0]])
-
-
-def test_seed_and_purpose_change_the_draw():
-    base = normal((64,), [1], "step", 3)
-    for other in (
-        normal((64,), [2], "step", 3),
-        normal((64,), [1], "step", 4),
-        normal((64,), [1], "latents"),
-    ):
-        assert (base - other).abs().max() > 0.1
-
-
-def test_draws_are_standard_normal_and_independent_between_rows():
-    rows = normal((4096,), list(range(16)), "latents").double()
-    assert rows.mean().abs() < 0.02
-    assert abs(rows.std().item() - 1) < 0.02
-    assert (rows @ rows.T / 4096 - torch.eye(16)).abs().max() < 0.15
 
 
 def test_no_global_generator_is_touched():

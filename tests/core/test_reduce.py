@@ -1,7 +1,5 @@
 """Masked sums and means."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,13 +1,11 @@
 """The SDE window: where it may lie, who shares it, and what it depends on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from flowgrpo_rc.core.schedule import draw_windows, sliding_start, window_bounds
+from flowgrpo_rc.core.schedule import draw_times, draw_windows, sliding_start, window_bounds
 
-SETTINGS = {"size": 2, "first": 1, "last": 6, "sharing": "group", "seed": 3, "step": 1}
+SETTINGS = {"window": (2, 1, 6), "sharing": "group", "seed": 3, "step": 1}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_a_window_that_does_not_fit_names_the_key(num_steps, size, bounds, sde_t
 
 @pytest.mark.parametrize("sharing", ["batch", "group", "sample"])
 def test_windows_are_consecutive_and_inside_the_range(sharing):
-    windows = draw_windows(range(40), 5, **SETTINGS | {"size": 3, "sharing": sharing})
+    windows = draw_windows(range(40), 5, **SETTINGS | {"window": (3, 1, 6), "sharing": sharing})
     assert windows.shape == (200, 3)
     assert windows.dtype == torch.int64
     assert torch.equal(windows.diff(dim=1), torch.ones(200, 2, dtype=torch.int64))
@@ -90,12 +88,6 @@ def test_seed_and_step_change_the_windows(changed):
     assert not torch.equal(before, draw_windows(range(40), 1, **SETTINGS | {changed: 2}))
 
 
-def test_a_process_without_prompts_has_no_windows():
-    windows = draw_windows([], 4, **SETTINGS)
-    assert windows.shape == (0, 2)
-    assert windows.dtype == torch.int64
-
-
 @pytest.mark.parametrize(
     ("changed", "starts"),
     [
@@ -109,3 +101,11 @@ def test_where_a_sliding_window_starts(changed, starts):
     """The places are written down by hand, for windows in the steps 0 to 4."""
     settings = {"size": 2, "first": 0, "last": 5, "interval": 2} | changed
     assert [sliding_start(step, **settings) for step in range(1, 13)] == starts
+
+
+def test_the_noise_levels_of_a_sample_are_different_and_all_occur() -> None:
+    times = draw_times(range(60), 5, 3)
+    assert times.shape == (60, 3)
+    assert all(len(set(row)) == 3 for row in times.tolist())
+    assert torch.bincount(times.flatten(), minlength=5).min() > 20
+    assert torch.equal(draw_times(range(60), 5, None)[:, :3], times)

@@ -1,7 +1,5 @@
 """Fitting the size of a fault."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo_rc.core.search import fit
@@ -15,7 +13,7 @@ def test_the_size_of_a_fault_is_fitted(size: float) -> None:
         asked.append(x)
         return abs(x * x - size * size)
 
-    found = fit(residual, [0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
-    assert found == pytest.approx(size, rel=1e-4)
-    assert len(str(size)) > 6 or found == size  # short numbers are met
+    actual = fit(residual, [0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+    assert actual == pytest.approx(size, rel=1e-4)
+    assert len(str(size)) > 6 or actual == size  # short numbers are met
     assert len(asked) < 40

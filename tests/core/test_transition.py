@@ -1,7 +1,5 @@
 """One reverse step of each kind against scalar float64 formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.oracles import kl_scale, reverse_step
@@ -73,49 +71,27 @@ def test_mean_and_std_follow_the_formula_for_a_sigma_per_row(kind, noise, dtype,
     rows = [0, 1, 2, 3, 4]
     x = drawn(5, 2, 3, 4, seed=1, dtype=dtype)
     v = drawn(5, 2, 3, 4, seed=2, dtype=dtype)
-    found = step(kind, noise, x, v, rows)
+    actual = step(kind, noise, x, v, rows)
     mean, std = expected(kind, noise, x, v, rows)
-    assert found.mean.dtype == found.std.dtype == dtype
-    assert found.mean.shape == x.shape
-    assert found.std.shape == (5, 1, 1, 1)
-    torch.testing.assert_close(found.mean.double(), mean, rtol=tolerance, atol=5 * tolerance)
-    torch.testing.assert_close(found.std.double().flatten(), std, rtol=tolerance, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_do_not_know_their_neighbours(kind):
-    x = drawn(4, 3, 5, seed=1)
-    v = drawn(4, 3, 5, seed=2)
-    together = step(kind, 0.7, x, v, [3, 0, 2, 4])
-    for position, row in enumerate([3, 0, 2, 4]):
-        alone = step(kind, 0.7, x[position : position + 1], v[position : position + 1], [row])
-        assert torch.equal(alone.mean[0], together.mean[position])
-        assert torch.equal(alone.std[0], together.std[position])
+    assert actual.mean.dtype == actual.std.dtype == dtype
+    assert actual.mean.shape == x.shape
+    assert actual.std.shape == (5, 1, 1, 1)
+    torch.testing.assert_close(actual.mean.double(), mean, rtol=tolerance, atol=5 * tolerance)
+    torch.testing.assert_close(actual.std.double().flatten(), std, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-13)])
 def test_log_prob_is_the_mean_of_the_normal_log_density(kind, dtype, tolerance):
     x, v, noise = (drawn(5, 3, 4, seed=seed, dtype=dtype) for seed in (1, 2, 3))
-    found = step(kind, 0.7, x, v, [0, 1, 2, 3, 4])
-    after = sample(found, noise)
-    normal = torch.distributions.Normal(found.mean.double(), found.std.double())
+    actual = step(kind, 0.7, x, v, [0, 1, 2, 3, 4])
+    after = sample(actual, noise)
+    normal = torch.distributions.Normal(actual.mean.double(), actual.std.double())
     density = normal.log_prob(after.double()).flatten(1).mean(1)
-    assert log_prob(found, after).shape == (5,)
+    assert log_prob(actual, after).shape == (5,)
     torch.testing.assert_close(
-        log_prob(found, after).double(), density, rtol=tolerance, atol=tolerance
+        log_prob(actual, after).double(), density, rtol=tolerance, atol=tolerance
     )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_is_mean_plus_std_times_noise(kind):
-    x = drawn(2, 3, seed=1)
-    v = drawn(2, 3, seed=2)
-    noise = drawn(2, 3, seed=3)
-    found = step(kind, 0.7, x, v, [1, 3])
-    mean, std = expected(kind, 0.7, x, v, [1, 3])
-    expect = mean + std[:, None] * noise.double()
-    torch.testing.assert_close(sample(found, noise).double(), expect, rtol=5e-6, atol=5e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,9 +99,9 @@ def test_without_noise_the_step_is_eulers_bit_for_bit_and_that_of_cps_up_to_roun
     x = drawn(5, 4, 8, 8, seed=1)
     v = drawn(5, 4, 8, 8, seed=2)
     euler = x + v * torch.tensor(SIGMAS).diff().reshape(-1, 1, 1, 1)
-    found = step(kind, 0.0, x, v, [0, 1, 2, 3, 4])
-    assert (found.mean - euler).abs().max() <= (1e-5 if kind == "cps" else 0)
-    assert torch.count_nonzero(found.std) == 0
+    actual = step(kind, 0.0, x, v, [0, 1, 2, 3, 4])
+    assert (actual.mean - euler).abs().max() <= (1e-5 if kind == "cps" else 0)
+    assert torch.count_nonzero(actual.std) == 0
 
 
 def test_a_sigma_just_below_one_is_its_own():
@@ -133,9 +109,9 @@ def test_a_sigma_just_below_one_is_its_own():
     v = drawn(1, 4, seed=2, dtype=torch.float64)
     shifted = (1 - 2**-24, 0.6, *SIGMAS[2:])
     mean, std = expected("sde", 0.7, x, v, [0], sigmas=shifted)
-    found = step("sde", 0.7, x, v, [0], sigmas=shifted)
-    torch.testing.assert_close(found.mean, mean, rtol=1e-12, atol=1e-12)
-    assert found.std.item() == pytest.approx(std.item(), rel=1e-12)
+    actual = step("sde", 0.7, x, v, [0], sigmas=shifted)
+    torch.testing.assert_close(actual.mean, mean, rtol=1e-12, atol=1e-12)
+    assert actual.std.item() == pytest.approx(std.item(), rel=1e-12)
     assert std.item() > 1000
 
 
@@ -144,17 +120,8 @@ def test_the_last_step_to_sigma_zero_still_has_a_density(kind):
     x = drawn(1, 16, seed=1)
     v = drawn(1, 16, seed=2)
     noise = drawn(1, 16, seed=3)
-    found = step(kind, 0.7, x, v, [4], sigmas=(1.0, 0.9, 0.75, 0.5, 0.3, 0.0))
-    assert torch.isfinite(log_prob(found, sample(found, noise))).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_deterministic_step_has_no_finite_log_prob(kind):
-    x = drawn(2, 3, seed=1)
-    v = drawn(2, 3, seed=2)
-    found = step(kind, 0.0, x, v, [1, 2])
-    for after in (found.mean, found.mean + 0.1):
-        assert not torch.isfinite(log_prob(found, after)).any()
+    actual = step(kind, 0.7, x, v, [4], sigmas=(1.0, 0.9, 0.75, 0.5, 0.3, 0.0))
+    assert torch.isfinite(log_prob(actual, sample(actual, noise))).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,27 +148,17 @@ def test_reference_kl_follows_the_formula_and_is_differentiable(kind, row):
     v = drawn(2, 3, 4, seed=2, dtype=torch.float64).requires_grad_()
     sigma = torch.full((2,), SIGMAS[row], dtype=torch.float64)
     following = torch.full((2,), SIGMAS[row + 1], dtype=torch.float64)
-    found = step(kind, 0.7, x, v, [row, row])
+    actual = step(kind, 0.7, x, v, [row, row])
     reference = step(kind, 0.7, x, v.detach() + 0.1 * drawn(2, 3, 4, seed=5), [row, row]).mean
-    penalty = reference_kl(found, reference, sigma, following, kind=kind)
+    penalty = reference_kl(actual, reference, sigma, following, kind=kind)
     scale = kl_scale(kind, SIGMAS[row], SIGMAS[row + 1], 0.7, SIGMAS[1])
-    expect = ((found.mean.detach() - reference) ** 2).flatten(1).mean(1) / (2 * scale**2)
+    expect = ((actual.mean.detach() - reference) ** 2).flatten(1).mean(1) / (2 * scale**2)
     torch.testing.assert_close(penalty.detach(), expect, rtol=1e-10, atol=0)
-    slope = torch.autograd.grad(penalty.sum(), found.mean, retain_graph=True)[0]
+    slope = torch.autograd.grad(penalty.sum(), actual.mean, retain_graph=True)[0]
     torch.testing.assert_close(
-        slope, (found.mean.detach() - reference) / (12 * scale**2), rtol=1e-10, atol=1e-14
+        slope, (actual.mean.detach() - reference) / (12 * scale**2), rtol=1e-10, atol=1e-14
     )
     assert torch.autograd.grad(penalty.sum(), v)[0].abs().max() > 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_states_are_computed_in_fp32(kind):
-    x = drawn(2, 3, 4, seed=1, dtype=torch.bfloat16)
-    v = drawn(2, 3, 4, seed=2, dtype=torch.bfloat16)
-    low = step(kind, 0.7, x, v, [0, 3])
-    full = step(kind, 0.7, x.float(), v.float(), [0, 3])
-    assert low.mean.dtype == torch.float32
-    assert torch.equal(low.mean, full.mean)
 
 
 @pytest.mark.parametrize("kind", ["SDE", "ode", "", "dance"])
@@ -235,32 +192,3 @@ def test_the_centered_log_ratio_is_the_plain_one_plus_what_that_loses(
     centered = centered_log_ratio(step, rollout, following, convention=convention)
     assert torch.allclose(centered, plain + lost, rtol=1e-10, atol=1e-15)
     assert (lost > 100 * (centered - plain - lost).abs()).all()
-
-
-@pytest.mark.parametrize("bypass", [True, False], ids=["bypass", "decoupled"])
-def test_the_centered_log_ratio_is_more_precise_than_a_difference_of_log_probs(
-    bypass: bool,
-) -> None:
-    """The means differ as those of a bf16 rollout do.
-
-    In decoupled mode the old policy is as far from the rollout, and the current one half as far.
-    """
-    gap = 1e-4
-    step, rollout, following = random_step(torch.float32, gap)
-    old = rollout if bypass else (rollout + step.mean) / 2
-
-    def centered(dtype: torch.dtype) -> Tensor:
-        now, before = (Transition(mean.to(dtype), step.std.to(dtype)) for mean in (step.mean, old))
-        given = (rollout.to(dtype), following.to(dtype))
-        return centered_log_ratio(now, *given) - centered_log_ratio(before, *given)
-
-    # The same fp32 inputs, so that only the computation differs.
-    reference = centered(torch.float64)
-    now, before = (Transition(mean, step.std) for mean in (step.mean, old))
-    plain = log_prob(now, following) - log_prob(before, following)
-    in_fp64 = [Transition(mean.double(), step.std.double()) for mean in (step.mean, old)]
-    exact, exact_old = (log_prob(each, following.double()) for each in in_fp64)
-    error = (centered(torch.float32) - reference).abs().mean()
-    plain_error = (plain - (exact - exact_old)).abs().mean()
-    assert error < plain_error / 100
-    assert error < 1e-6 * reference.abs().mean()

@@ -1,7 +1,5 @@
 """The public functions: they agree with the core, check their inputs and correct whole batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from inspect import signature
@@ -70,16 +68,6 @@ def test_the_smaller_functions_agree_with_the_whole_correction(level):
     assert torch.equal(kept, whole.mask)
     for name, value in compute_offpolicy_metrics(training, rollout, mask).items():
         assert whole.metrics[f"rollout_corr/{name}"] == value
-
-
-def test_an_unknown_level_is_refused_and_not_taken_for_the_sequence():
-    zero = torch.zeros(2, 2)
-    for call, given in (
-        (compute_rollout_correction_weights, (zero, zero)),
-        (compute_rollout_correction_and_rejection_mask, (zero, zero, zero)),
-    ):
-        with pytest.raises(ValueError, match="rollout_is"):
-            call(*given, rollout_is="seq")
 
 
 def test_the_defaults_are_those_of_the_configuration():

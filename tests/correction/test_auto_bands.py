@@ -1,7 +1,5 @@
 """`auto:k`: bands around the running median of the mismatch, for each step and stage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +23,7 @@ from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.correction import history
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.auto_bands import (
-    FLOOR,
+    LEAST_SPREAD,
     WARM_UP,
     AutoBands,
     Gather,
@@ -97,15 +95,15 @@ def test_exactly_the_rejected_samples_have_reasons_with_the_bounds_of_their_step
     rejected = ~torch.cat([part.rejection_mask for part in parts]).all(1)
     scale = bands.scale(name)
     bands.finish(identity)  # the reasons are those of the iteration that is over
-    found = [bands.reasons(seed) for seed in batch.seed.tolist()]
-    assert [bool(reasons) for reasons in found] == rejected.tolist()
+    actual = [bands.reasons(seed) for seed in batch.seed.tolist()]
+    assert [bool(reasons) for reasons in actual] == rejected.tolist()
     assert 0 < rejected.sum() < 40
     bounds = set()
     for centre, spread in zip(*(numbers.tolist() for numbers in scale), strict=True):
         low, high = centre - 4 * spread, centre + 4 * spread
         known = (math.exp(-high), math.exp(-low)) if name.endswith("k1") else (None, high**2 / 2)
         bounds.add(known)
-    for (reason,) in filter(None, found):
+    for (reason,) in filter(None, actual):
         assert reason.criterion == name
         assert (reason.lower, reason.upper) in bounds
         assert not (reason.lower or 0) <= reason.value <= reason.upper
@@ -139,22 +137,10 @@ def test_a_step_is_kept_within_k_deviations(name: str) -> None:
     judged, metrics = bands.judge(batch, training, kl)
     assert np.array_equal(judged.rejection_mask.numpy(), np.broadcast_to(inside, (200, 4)))
     assert 0.02 < inside.mean() < 0.98
-    found = metrics.compute()
-    assert found[f"rollout_rs_{name}_mean"] == pytest.approx(z.mean(), rel=1e-9)
-    assert found[f"rollout_rs_{name}_auto_spread"] == pytest.approx(spread.mean(), rel=1e-12)
-    assert found[f"rollout_rs_{name}_auto_warm_fraction"] == 1
-
-
-def test_each_step_of_the_schedule_has_its_own_scale() -> None:
-    bands = auto_bands("token_k1")
-    batch, training, kl = mismatch(0, 1000)
-    late = batch.replace(step_indices=batch.step_indices + 2)
-    bands.judge(batch, training, kl)
-    bands.judge(late, 10 * training, kl)
-    bands.finish(identity)
-    spread = bands.scale("token_k1").spread.tolist()
-    assert spread[:2] == pytest.approx(STEPS[:2].tolist(), rel=0.1)
-    assert spread[4:] == pytest.approx((10 * STEPS[2:]).tolist(), rel=0.1)
+    actual = metrics.compute()
+    assert actual[f"rollout_rs_{name}_mean"] == pytest.approx(z.mean(), rel=1e-9)
+    assert actual[f"rollout_rs_{name}_auto_spread"] == pytest.approx(spread.mean(), rel=1e-12)
+    assert actual[f"rollout_rs_{name}_auto_warm_fraction"] == 1
 
 
 # --- What it promises
@@ -198,8 +184,8 @@ def test_rounding_of_equal_precisions_is_not_rejected() -> None:
     bands.judge(batch, 0 * training, None)
     bands.finish(identity)
     ones = torch.ones_like(training)
-    assert bands.judge(batch, 3.9 * FLOOR * ones, None)[0].rejection_mask.all()
-    assert not bands.judge(batch, 4.1 * FLOOR * ones, None)[0].rejection_mask.any()
+    assert bands.judge(batch, 3.9 * LEAST_SPREAD * ones, None)[0].rejection_mask.all()
+    assert not bands.judge(batch, 4.1 * LEAST_SPREAD * ones, None)[0].rejection_mask.any()
 
 
 def test_a_band_follows_the_newest_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,18 +219,18 @@ def test_processes_share_their_bands() -> None:
         for given in iterations:
             bands.judge(*part(given, rows))
             bands.finish(gather)
-        found, metrics = bands.judge(*part(mismatch(99, 66, planted=3.0), rows))
-        return found.rejection_mask, metrics.compute(*reduce), bands
+        actual, metrics = bands.judge(*part(mismatch(99, 66, planted=3.0), rows))
+        return actual.rejection_mask, metrics.compute(*reduce), bands
 
     def on_rank(rank: int, reduce: Mapping[str, AllReduce]) -> Any:
         rows = slice(22 * rank, 22 * rank + 22)
         return work(rows, reduce["gather"], reduce["sum"], reduce["max"])
 
     expect, values, alone = work(slice(0, 66), identity)
-    found = on_shards(3, on_rank)
-    assert torch.equal(torch.cat([mask for mask, _, _ in found]), expect)
+    actual = on_shards(3, on_rank)
+    assert torch.equal(torch.cat([mask for mask, _, _ in actual]), expect)
     assert 0 < expect.sum() < expect.numel()
-    for _, metrics, bands in found:
+    for _, metrics, bands in actual:
         assert metrics == pytest.approx(values, rel=1e-12, abs=1e-12)
         assert same_scales(bands, alone)
 
@@ -294,28 +280,20 @@ def bypass_update(
     return update_of(mode, lr=lr, ppo_epochs=epochs), mode, policy, batch
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_what_updates_usually_move_is_not_rejected(model: FlowModel, epochs: int) -> None:
+def test_what_updates_usually_move_is_not_rejected(model: FlowModel) -> None:
     """The first update moves later ratios far outside a band of 4e-6, but not outside that of the
     second mini-batch. The second epoch keeps the decision of the first.
     """
-    update, mode, policy, batch = bypass_update(model, epochs, history=1e-6, later=1.0)
-    found = iterate(update, mode, batch, 2)
-    assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
-    assert found["rollout_corr/rollout_rs_masked_fraction"] == 0
-    assert found["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
-    assert found["rollout_corr/logprob_abs_diff_max"] > 1e-4
-    assert policy.forwards == 4 * epochs
+    update, mode, policy, batch = bypass_update(model, 2, history=1e-6, later=1.0)
+    actual = iterate(update, mode, batch, 2)
+    assert actual["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
+    assert actual["rollout_corr/rollout_rs_masked_fraction"] == 0
+    assert actual["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
+    assert actual["rollout_corr/logprob_abs_diff_max"] > 1e-4
+    assert policy.forwards == 8
 
 
-def test_what_no_update_moved_before_is_rejected(model: FlowModel) -> None:
-    update, mode, _, batch = bypass_update(model, 1, history=1e-6, later=1e-6)
-    found = iterate(update, mode, batch, 2)
-    assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] > 0
-
-
-@pytest.mark.parametrize("sample_index", [0, 3])
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(("sample_index", "epochs"), [(0, 2), (3, 1)])
 def test_a_planted_error_is_rejected_in_any_mini_batch(
     model: FlowModel, sample_index: int, epochs: int
 ) -> None:
@@ -323,9 +301,9 @@ def test_a_planted_error_is_rejected_in_any_mini_batch(
     faulty = batch.rollout_log_probs.clone()
     faulty[sample_index, 1] += 1e-4
     batch = batch.replace(rollout_log_probs=faulty, old_log_probs=faulty)
-    found = iterate(update, mode, batch, 2)
-    assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1 / 8
-    assert found["rollout_corr/rollout_rs_masked_fraction"] == 1 / 8
+    actual = iterate(update, mode, batch, 2)
+    assert actual["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1 / 8
+    assert actual["rollout_corr/rollout_rs_masked_fraction"] == 1 / 8
     assert len(mode.auto_bands._histories["token_k1"]._past) == 2
 
 
@@ -351,12 +329,12 @@ def test_an_earlier_decision_is_narrowed_and_counted() -> None:
         rollout_rs_threshold=["auto:4", 1e-8],
     )
     batch = batch.replace(old_log_probs=training, rejection_mask=before)
-    found, metrics = apply_rollout_correction_to_batch(batch, config)
+    actual, metrics = apply_rollout_correction_to_batch(batch, config)
     kept = before & (training**2 / 2 <= 1e-8)
-    assert torch.equal(found.rejection_mask, kept)
+    assert torch.equal(actual.rejection_mask, kept)
     assert 0 < kept.sum() < before.sum()
     torch.testing.assert_close(
-        found.rollout_is_weights, training.exp() / training.exp()[kept].mean()
+        actual.rollout_is_weights, training.exp() / training.exp()[kept].mean()
     )
     assert metrics.compute()["rollout_rs_masked_fraction"] == pytest.approx(
         1 - kept.double().mean().item()

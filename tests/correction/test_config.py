@@ -1,7 +1,5 @@
 """RolloutCorrectionConfig: wrong values, contradictions, settings of the documents, its fields."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A user's function in place of the built-in correction."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ from support.oracles import Rule
 
 from flowgrpo_rc import RolloutCorrectionConfig, apply_rollout_correction_to_batch
 from flowgrpo_rc.config.compose import compose_all
+from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction.correct import Corrector
 
 SECTION = "algorithm.rollout_correction"
@@ -58,19 +57,19 @@ def test_a_function_that_is_not_there(module: str, function: str) -> None:
         compose_all([f"{SECTION}.custom_correction='{function.format(module)}'"])
 
 
-@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("all_reduce", [identity, None])
 @pytest.mark.parametrize("function", ["drop_odd", "only_a_mask"])
-def test_a_custom_correction_takes_the_place_of_weights_and_mask(normalise, function):
+def test_a_custom_correction_takes_the_place_of_weights_and_mask(all_reduce, function):
     training, rollout = log_probs()
     training[2, 1] = math.nan
     mask = mask_of("right")
     config = RolloutCorrectionConfig(custom_correction=f"support.builders:{function}")
     config.validate()
-    found = Corrector(config)(training, rollout, mask, normalise=normalise)
+    actual = Corrector(config)(training, rollout, mask, all_reduce=all_reduce)
     valid = mask & torch.isfinite(training)
     kept = valid & (torch.arange(6) % 2 == 0).unsqueeze(1)
-    assert torch.equal(found.mask, kept)
-    values = found.metrics.compute()
+    assert torch.equal(actual.mask, kept)
+    values = actual.metrics.compute()
     expect = expected(training, rollout, mask, Rule()).metrics
     assert values.keys() == expect.keys()
     assert values["rollout_is_veto_fraction"] == 0
@@ -78,7 +77,7 @@ def test_a_custom_correction_takes_the_place_of_weights_and_mask(normalise, func
     share = 1 - kept.sum().item() / mask.sum().item()
     assert values["rollout_is_masked_fraction"] == pytest.approx(share)
     if function == "drop_odd":
-        assert torch.equal(found.weights, 3.0 * valid)
+        assert torch.equal(actual.weights, 3.0 * valid)
         assert values["rollout_is_mean"] == values["rollout_is_max"] == 3
 
 
@@ -89,6 +88,6 @@ def test_the_weights_of_a_custom_correction_are_normalised_where_the_settings_sa
         rollout_is_batch_normalize=True,
         custom_correction="support.builders:drop_odd",
     )
-    found = Corrector(config)(*log_probs(), mask_of("right"))
-    assert torch.equal(found.weights, mask_of("right").double())
-    assert found.metrics.compute()["rollout_is_batch_norm_factor"] == 3
+    actual = Corrector(config)(*log_probs(), mask_of("right"))
+    assert torch.equal(actual.weights, mask_of("right").double())
+    assert actual.metrics.compute()["rollout_is_batch_norm_factor"] == 3

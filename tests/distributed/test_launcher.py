@@ -1,7 +1,5 @@
 """The shipped configurations of `accelerate launch`, and every launch that is documented."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -38,13 +36,13 @@ def test_configurations_of_the_launcher(path: Path) -> None:
 
 def documented_launches() -> dict[str, str]:
     """Returns launches of pages, scripts and comments; one of `N` or "$cards" is left out."""
-    found = {}
+    launches = {}
     for path in SOURCES:
         text = re.sub("^# ?", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
         for line in _LAUNCH.findall(text.replace("\\\n", " ")):
             if arguments(line) is not None and not re.search(r'[ =](N|"\$\w+") ', line):
-                found[f"{path.name}:{len(found)}"] = line
-    return found
+                launches[f"{path.name}:{len(launches)}"] = line
+    return launches
 
 
 LAUNCHES = documented_launches()

@@ -1,7 +1,5 @@
 """Processes that wait for each other: who is missing is named, and models are loaded in turn."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

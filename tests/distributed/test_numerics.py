@@ -1,7 +1,5 @@
 """Kernels that give the same bits each time, and products in TF32, are asked for before CUDA."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -67,6 +65,7 @@ def test_no_call_of_a_run_is_refused_in_deterministic_mode(
     assert calls.names == set()
 
 
+@pytest.mark.slow
 def test_no_call_of_a_text_run_is_refused(tmp_path: Path) -> None:
     settings = [
         *("data.train_batch_size=4", "rollout.n=2", "actor.ppo_micro_batch_size_per_gpu=8"),

@@ -1,10 +1,7 @@
 """Launches that do not fit are refused; gradients are added in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from support.launching import launch
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.sharding import resolve_strategy
-from flowgrpo_rc.training.journal import Journal
 
 GRADIENTS = """
 import torch
@@ -88,20 +84,3 @@ def test_launcher_settings_that_are_refused(monkeypatch, overrides, capsys, laun
         monkeypatch.setenv(name, value)
     assert main(["train", *overrides]) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_the_memory_of_a_gpu_is_told_with_its_gaps_and_other_programs(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2 << 30)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (11 << 30, 16 << 30))
-    journal, metrics = MagicMock(), MagicMock()
-    journal.processes.device = torch.device(kind)
-    Journal.finish(journal, 1, metrics)
-    told = {call.args[0]: call.args[1].item() for call in metrics.max.call_args_list}
-    peak = told.pop("perf/peak_memory_gib")
-    expected = {"perf/reserved_memory_gib": 3.0, "perf/device_memory_gib": 5.0}
-    assert told == (expected if kind == "cuda" else {})
-    assert (peak == 2) is (kind == "cuda")

@@ -11,7 +11,7 @@ from support.runs import Train, Trained, read_rows, stopped_and_whole
 
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.correction import auto_bands
-from flowgrpo_rc.correction.auto_bands import FLOOR
+from flowgrpo_rc.correction.auto_bands import LEAST_SPREAD
 
 ONE_STEP = "trainer.total_training_steps=1"
 RC = "algorithm.rollout_correction"
@@ -58,7 +58,7 @@ def test_a_resumed_run_goes_on_with_its_bands(
     whole = read_rows(stopped_and_whole(train, tmp_path, *options))
     prefix = "actor/rollout_corr/rollout_rs" if bypass else "rollout_corr/rollout_rs"
     assert f"{prefix}_token_k1_auto_spread" not in whole[1]
-    assert whole[2][f"{prefix}_token_k1_auto_spread"] > FLOOR
+    assert whole[2][f"{prefix}_token_k1_auto_spread"] > LEAST_SPREAD
     assert 0 < whole[2][f"{prefix}_step_kl_auto_warm_fraction"] <= 1
 
 

@@ -225,7 +225,7 @@ def measured(
     bag.merge(task.observe(batch, collected.shown, step))
     monitor.expect(batch, step)
     monitor.before_update(batch, task.policy.log_probs(batch, 12))
-    bag.merge(monitor.finish(old_is_rollout=False), "rollout_corr")
+    bag.merge(monitor.finish(recomputes=True), "rollout_corr")
     return bag.compute()
 
 

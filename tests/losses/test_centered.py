@@ -1,14 +1,12 @@
 """The centered log-ratio against float64 formulas: both modes, every loss, every kind of step."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import pytest
 import torch
 from support.gaussian_losses import movement, three_steps, transition_of
-from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
+from support.image_rollouts import KINDS
 from support.oracles import Clip, clipped
 from torch import Tensor
 
@@ -17,9 +15,6 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.transition import GaussianSteps, centered_log_ratio, log_prob
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.models.lora import lora_parameters
-from flowgrpo_rc.policies.flow import FlowPolicy
 
 CLIP = {"flow_grpo": 0.01, "grpo_guard": 0.002}
 KL_THRESHOLD = 2e-3
@@ -122,8 +117,8 @@ def test_value_and_gradient_are_those_of_the_formula(
     kind: str, bypass: bool, loss_mode: str
 ) -> None:
     case = make_case(kind, bypass=bypass)
-    found = movement(0.2).requires_grad_()
-    log_probs, gaussian = case.now(case.mean(found), case.old_mean)
+    actual = movement(0.2).requires_grad_()
+    log_probs, gaussian = case.now(case.mean(actual), case.old_mean)
     value, metrics = diffusion_loss(
         settings(loss_mode, bypass_mode=bypass), log_probs, case.batch, gaussian
     )
@@ -141,7 +136,7 @@ def test_value_and_gradient_are_those_of_the_formula(
     total = torch.stack(terms).mean()
     total.backward()
     assert value.item() == pytest.approx(total.item(), rel=1e-10)
-    assert torch.allclose(found.grad, expect.grad, rtol=1e-9, atol=1e-14)
+    assert torch.allclose(actual.grad, expect.grad, rtol=1e-9, atol=1e-14)
     # Some steps are held back and some are not. What is reported is the KL, all the same.
     values = metrics.compute()
     assert 0 < values["clip_fraction"] < 1
@@ -163,28 +158,6 @@ def test_reinforce_weighs_the_score_of_the_drawn_noise(kind: str) -> None:
     drawn = (case.noise * case.direction).flatten(2).mean(2) / case.std
     expect = -case.batch.advantages * weights * drawn / 18
     assert torch.allclose(theta.grad, expect, rtol=1e-10, atol=1e-16)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_policy_the_gradient_is_that_of_the_plain_log_ratio_bit_for_bit(
-    model: FlowModel, kind: str
-) -> None:
-    network = trained_lora(model)
-    spec = make_spec(kind, 1.0)
-    batch, _ = sample_images(model, network, spec, WINDOWS["all"], keep_means=True)
-    batch = batch.replace(old_log_probs=batch.rollout_log_probs)
-    policy = FlowPolicy(model, network)
-    gradients = []
-    for centered in (False, True):
-        piece = batch.step(1)
-        now = policy.evaluate(piece)
-        assert (now.gaussian.centered == 0).all()
-        value = now.gaussian.centered if centered else now.log_probs
-        network.zero_grad(set_to_none=True)
-        value.sum().backward()
-        gradients.append([p.grad.clone() for p in lora_parameters(network).values()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    assert any(gradient.abs().max() > 0 for gradient in gradients[0])
 
 
 @pytest.mark.parametrize("bypass", [True, False], ids=["bypass", "decoupled"])
@@ -217,14 +190,14 @@ def test_a_rejected_step_is_selected_out_even_if_it_is_infinite(
 def test_metrics_of_the_correction_keep_the_log_probs() -> None:
     case = make_case("sde", bypass=True)
     log_probs, gaussian = case.now(case.mean(movement(0.2)), case.old_mean)
-    found = []
+    actual = []
     for centered in (False, True):
         config = settings("flow_grpo", bypass_mode=True, rollout_is="token")
         config.rollout_correction.centered = centered
         _, metrics = diffusion_loss(config, log_probs, case.batch, gaussian)
-        found.append({k: v for k, v in metrics.compute().items() if k.startswith("rollout_corr/")})
-    assert found[0] == found[1]
-    assert len(found[0]) > 10
+        actual.append({k: v for k, v in metrics.compute().items() if k.startswith("rollout_corr/")})
+    assert actual[0] == actual[1]
+    assert len(actual[0]) > 10
 
 
 def test_a_batch_without_means_or_without_a_centered_old_policy_is_refused() -> None:

@@ -1,7 +1,5 @@
 """From settings to a loss: names, options, what is refused, and losses out of the tree."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,9 +93,8 @@ def test_a_loss_out_of_the_tree_gets_shared_and_own_options() -> None:
     assert not section.loss().needs_means
 
 
-@pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_its_own_options_are_keys_of_the_command_line(prefix: str) -> None:
-    config = composed(CLIP, f"{LOSS}.loss_mode={OWN}", f"{prefix}{LOSS}.factor=2.5")
+def test_its_own_options_are_keys_of_the_command_line() -> None:
+    config = composed(CLIP, f"{LOSS}.loss_mode={OWN}", f"+{LOSS}.factor=2.5")
     assert config.actor.diffusion_loss.options == {"factor": 2.5}
     assert config.actor.diffusion_loss.loss() == Scaled(clip_ratio=1e-3, factor=2.5)
     assert resolved(config).clip_ratio is None
@@ -140,13 +137,10 @@ def test_a_loss_of_text_has_options_too() -> None:
         ([f"{LOSS}.kl_threshold=0"], [f"{LOSS}.kl_threshold=0", "above 0"]),
         ([CLIP, f"{LOSS}.loss_mode=flow_dppo"], ["clip_ratio=0.001 has no effect", "drop it"]),
         ([f"{LOSS}.loss_mode=ppo_clip"], ["'ppo_clip'", "flow_dppo, flow_grpo, grpo_guard"]),
-        ([f"{LOSS}.loss_mode=base"], ["'base'", "flow_dppo, flow_grpo, grpo_guard"]),
         ([f"{LOSS}.loss_mode={HERE}.Lower"], [f"{LOSS}.loss_mode", "not a subclass"]),
         ([f"{LOSS}.loss_mode={HERE}:plain"], [f"{LOSS}.loss_mode", "my_module.MyLoss"]),
         ([f"{LOSS}=null"], [LOSS]),
         ([f"{LOSS}.clip_ratio=many"], [f"{LOSS}.clip_ratio", "many"]),
-        *(([f"{LOSS}.clip_ratio={x}"], [f"{LOSS}.clip_ratio={x}"]) for x in ("0.0", "1.0", "nan")),
-        *(([f"{LOSS}.adv_clip_max={x}"], [f"{LOSS}.adv_clip_max={x}"]) for x in ("0.0", "nan")),
         ([f"{TOKENS}.clip_ratio_lo=0.1"], [f"{TOKENS} is set", "model.kind=diffusion"]),
     ],
 )
@@ -154,6 +148,13 @@ def test_what_is_refused(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"actor\.(diffusion|token)_loss") as error:
         composed(*overrides)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_ratio", 1.0), ("adv_clip_max", 0.0)])
+def test_numbers_out_of_range_are_refused(name: str, value: float) -> None:
+    for number in (value, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"{LOSS}\.{name}={number}: give a number"):
+            DiffusionLossConfig(**{name: number}).validate()
 
 
 def test_settings_without_effect_are_refused_by_the_check_alone() -> None:

@@ -1,7 +1,5 @@
 """What every loss of the package does; a new file in flowgrpo_rc/losses is tested by itself."""
 
-from __future__ import annotations
-
 import math
 from inspect import signature
 from pathlib import Path
@@ -69,13 +67,13 @@ def test_a_step_that_is_not_kept_has_neither_value_nor_gradient(kind: str, name:
     results = []
     for log_probs in (now, broken):
         leaf = log_probs.requires_grad_()
-        found = evaluate(kind, name, leaf, old, advantages, keep_mask)
-        assert found.values.shape == (5, 3)
-        assert found.values[~keep_mask].tolist() == [0, 0]
-        found.values.sum().backward()
+        actual = evaluate(kind, name, leaf, old, advantages, keep_mask)
+        assert actual.values.shape == (5, 3)
+        assert actual.values[~keep_mask].tolist() == [0, 0]
+        actual.values.sum().backward()
         assert leaf.grad is not None
         assert leaf.grad[~keep_mask].tolist() == [0, 0]
-        results.append((found.values.detach(), leaf.grad, found.metrics.compute()))
+        results.append((actual.values.detach(), leaf.grad, actual.metrics.compute()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert results[0][2] == results[1][2]
@@ -86,11 +84,11 @@ def test_a_step_that_is_not_kept_has_neither_value_nor_gradient(kind: str, name:
 def test_what_has_not_moved_has_the_direction_of_the_policy_gradient(kind: str, name: str) -> None:
     _, old, advantages = drawn()
     leaf = old.clone().requires_grad_()
-    found = evaluate(kind, name, leaf, old, advantages, torch.ones_like(old).bool())
-    found.values.sum().backward()
+    actual = evaluate(kind, name, leaf, old, advantages, torch.ones_like(old).bool())
+    actual.values.sum().backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad.sign(), -advantages.sign())
-    assert found.metrics.compute()["clip_fraction"] == 0
+    assert actual.metrics.compute()["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize("name", DIFFUSION)

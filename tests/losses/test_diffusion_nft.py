@@ -1,7 +1,5 @@
 """DiffusionNFT against its formula, written anew with numpy in the space of clean samples."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +21,9 @@ class Drawn(NamedTuple):
 
     def velocities(self) -> Velocities:
         arrays = (self.current, self.old, self.noise - self.clean, self.sigma)
-        found = Velocities(*map(torch.from_numpy, arrays))
-        found.current.requires_grad_()
-        return found
+        actual = Velocities(*map(torch.from_numpy, arrays))
+        actual.current.requires_grad_()
+        return actual
 
 
 @pytest.fixture
@@ -64,13 +62,13 @@ def expected(d: Drawn, beta: float) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("beta", [1.0, 0.1, 2.5])
 def test_value_and_slope(drawn: Drawn, beta: float) -> None:
     velocities = drawn.velocities()
-    found = DiffusionNFT(beta=beta)(velocities, torch.from_numpy(drawn.advantages))
+    actual = DiffusionNFT(beta=beta)(velocities, torch.from_numpy(drawn.advantages))
     value, slope = expected(drawn, beta)
-    np.testing.assert_allclose(found.values.detach().numpy(), value, rtol=1e-12)
-    found.values.sum().backward()
+    np.testing.assert_allclose(actual.values.detach().numpy(), value, rtol=1e-12)
+    actual.values.sum().backward()
     assert velocities.current.grad is not None
     np.testing.assert_allclose(velocities.current.grad.numpy(), slope, rtol=1e-11, atol=1e-14)
-    metrics = found.metrics.compute()
+    metrics = actual.metrics.compute()
     moved = ((drawn.current - drawn.old) ** 2).mean()
     np.testing.assert_allclose(metrics["old_deviation"], moved, rtol=1e-12)
 

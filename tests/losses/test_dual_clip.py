@@ -1,7 +1,5 @@
 """The dual clip of images: value and slope against the formula written anew, in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -39,17 +37,17 @@ def test_value_and_slope(mode: str, dual: float | None, by_step: bool) -> None:
     log_probs = torch.tensor(LOG_RATIOS, dtype=torch.float64).repeat(2, 1).requires_grad_()
     one = torch.ones_like(log_probs).detach()
     loss = section.bounded(section.loss(), BAND * one) if by_step else section.loss()
-    found = loss(log_probs, 0 * one, advantages, one.bool(), GaussianSteps(one, -one, 0 * one))
-    found.values.sum().backward()
+    actual = loss(log_probs, 0 * one, advantages, one.bool(), GaussianSteps(one, -one, 0 * one))
+    actual.values.sum().backward()
     wanted = [
         [expected(log_ratio, advantage, dual) for log_ratio in LOG_RATIOS]
         for advantage in (1.5, -0.5)
     ]
     values, slopes = torch.tensor(wanted, dtype=torch.float64).unbind(2)
-    torch.testing.assert_close(found.values, values, rtol=1e-14, atol=0)
+    torch.testing.assert_close(actual.values, values, rtol=1e-14, atol=0)
     assert log_probs.grad is not None
     torch.testing.assert_close(log_probs.grad, slopes, rtol=1e-14, atol=0)
-    metrics = found.metrics.compute()
+    metrics = actual.metrics.compute()
     if dual is None:
         assert "dual_clip_fraction" not in metrics
     else:

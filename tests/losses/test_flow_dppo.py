@@ -1,7 +1,5 @@
 """Flow-DPPO: the exact divergence of a step decides which updates pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.gaussian_losses import (

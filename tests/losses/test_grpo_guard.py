@@ -1,7 +1,5 @@
 """GRPO-Guard: a ratio without bias, one for each sample and step, in both modes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.compositions import config_of

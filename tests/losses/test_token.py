@@ -1,7 +1,5 @@
 """token_loss: value and gradient against independent formulas; micro-batches add up."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -115,14 +113,13 @@ CASES = [
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("normalize", [None, "all", "kept"])
-@pytest.mark.parametrize("masking", ["right", "empty"])
+@pytest.mark.parametrize(("normalize", "masking"), [(None, "right"), ("all", "empty")])
 def test_loss_and_gradient(rule, mode, aggregation, normalize, masking):
     config = config_of(rule, mode, aggregation, normalize)
     batch = corrected(config, filled(config, masking))
-    found = found_for(config, batch, drawn()[2])
-    assert_same(found, reference(config, rule, masking))
-    assert torch.count_nonzero(found[1][~mask_of(masking)]) == 0
+    actual = found_for(config, batch, drawn()[2])
+    assert_same(actual, reference(config, rule, masking))
+    assert torch.count_nonzero(actual[1][~mask_of(masking)]) == 0
 
 
 def test_pure_importance_sampling_sums_over_a_response():
@@ -136,8 +133,8 @@ def test_pure_importance_sampling_sums_over_a_response():
     def total(log_probs: Tensor) -> Tensor:
         return -(weight_B * (log_probs * advantages).where(mask, 0).sum(1)).mean()
 
-    found, expected = found_for(config, batch, now)[1], gradient_of(total, now)[1]
-    assert torch.allclose(found, expected, rtol=1e-12)
+    actual, expected = found_for(config, batch, now)[1], gradient_of(total, now)[1]
+    assert torch.allclose(actual, expected, rtol=1e-12)
     assert weight_B.max() == 2
 
 
@@ -166,9 +163,9 @@ def test_the_clip_has_two_widths_and_a_bound_for_negative_advantages(advantage, 
     one = torch.ones(1, 1, dtype=torch.float64)
     batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=advantage * one))
     config = config_of(Rule(), {"bypass_mode": True})
-    found = found_for(config, batch, math.log(ratio) * one)
-    assert found[0] == pytest.approx(-advantage * (counted or ratio), abs=1e-14)
-    assert found[1].item() == pytest.approx(0 if counted else -advantage * ratio, abs=1e-14)
+    actual = found_for(config, batch, math.log(ratio) * one)
+    assert actual[0] == pytest.approx(-advantage * (counted or ratio), abs=1e-14)
+    assert actual[1].item() == pytest.approx(0 if counted else -advantage * ratio, abs=1e-14)
     values = token_loss(config, math.log(ratio) * one, batch)[1].compute()
     assert values["dual_clip_fraction"] == (advantage < 0 and ratio > 1.5)
     assert values["clip_fraction_higher"] == (ratio > 1.25)
@@ -196,8 +193,8 @@ def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, c
     anchor = rollout if bypass else old
     per_row = advantages[:, 0].tolist()
     expect = gradient_of(lambda x: oracles.gspo(x, anchor, per_row, kept, Clip(0.05, 0.1)), now)
-    found = found_for(config, batch, now)
-    assert_same(found, expect)
+    actual = found_for(config, batch, now)
+    assert_same(actual, expect)
 
 
 # --- Pieces
@@ -205,29 +202,24 @@ def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, c
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("normalize", ["all", "kept"])
-def test_micro_batches_add_up(rule, mode, aggregation, normalize):
-    config = config_of(rule, mode, aggregation, normalize)
+def test_micro_batches_add_up(rule, mode, aggregation):
+    config = config_of(rule, mode, aggregation, "kept")
     batch = corrected(config, filled(config, "empty"))
     now = drawn()[2]
     expect = reference(config, rule, "empty")
     whole = token_loss(config, now, batch)[1].compute()
     for cuts in ([3], [1, 2, 4]):
-        *found, bag = summed(TokenObjective(config), now, pieces(batch, cuts))
-        assert_same(found, expect)
+        *actual, bag = summed(TokenObjective(config), now, pieces(batch, cuts))
+        assert_same(actual, expect)
         assert bag.compute() == pytest.approx(whole, rel=0, abs=1e-12)
 
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("cuts", "normalize"), [([2], "kept"), ([1, 2], "all"), ([1, 2], "kept")])
-def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
-    """Row 1 is empty.
-
-    With the cuts 1 and 2 it is a process of its own, which has nothing to add.
-    """
-    config = config_of(rule, mode, aggregation, normalize)
-    shards = pieces(filled(config, "empty"), cuts)
+def test_processes_add_up(rule, mode, aggregation):
+    """Row 1 is empty; it is a process of its own, which has nothing to add."""
+    config = config_of(rule, mode, aggregation, "kept")
+    shards = pieces(filled(config, "empty"), [1, 2])
     expect = reference(config, rule, "empty")
     now = list(drawn()[2].split([len(shard) for shard in shards]))
 
@@ -238,27 +230,18 @@ def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
         return loss, gradient, bag.compute(reduce["sum"], reduce["max"])
 
     results = on_shards(len(shards), work)
-    gradient = torch.cat([found[1] for found in results])
+    gradient = torch.cat([actual[1] for actual in results])
     for loss, _, values in results:
         assert_same((loss, gradient), expect)
         assert values == pytest.approx(results[0][2], rel=0, abs=0)
-
-
-def test_gspo_adds_up_too():
-    correction = RolloutCorrectionConfig(bypass_mode=True)
-    config = loss_config(correction, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean")
-    batch = filled(config, "empty")
-    now = drawn()[2]
-    found = summed(TokenObjective(config), now, pieces(batch, [1, 2, 4]))
-    assert_same(found[:2], found_for(config, batch, now))
 
 
 # --- What takes no part
 
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_values_under_the_padding_are_never_read(rule, mode, bad):
+def test_values_under_the_padding_are_never_read(rule, mode):
+    bad = math.nan
     config = config_of(rule, mode)
     batch = filled(config, "right")
     now = drawn()[2]
@@ -266,9 +249,9 @@ def test_values_under_the_padding_are_never_read(rule, mode, bad):
     names = ("rollout_log_probs", "old_log_probs", "advantages")
     dirty = batch.replace(**{name: torch.where(mask, getattr(batch, name), bad) for name in names})
     expect = found_for(config, corrected(config, batch), now)
-    found = found_for(config, corrected(config, dirty), torch.where(mask, now, bad))
-    assert found[0] == expect[0]
-    assert torch.equal(found[1], expect[1])
+    actual = found_for(config, corrected(config, dirty), torch.where(mask, now, bad))
+    assert actual[0] == expect[0]
+    assert torch.equal(actual[1], expect[1])
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -283,14 +266,6 @@ def test_everything_rejected_is_a_loss_of_zero(aggregation, mode):
     values = token_loss(config, now, batch)[1].compute()
     assert values["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert "pg_loss" not in values
-
-
-def test_advantages_of_tokens_are_not_clipped():
-    """`adv_clip_max` is a setting of images."""
-    one = torch.ones(1, 1, dtype=torch.float64)
-    batch = apply_bypass_mode(token_batch(0 * one, one.bool(), advantages=100 * one))
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True))
-    assert token_loss(config, 0 * one, batch)[0].item() == -100
 
 
 # --- Metrics and settings
@@ -329,8 +304,8 @@ def test_in_bypass_mode_the_correction_reports_under_its_prefix(metric_names):
         ("rollout_is_batch_norm_factor", "mis_batch_norm_factor"),
     ):
         for name, shown in ((old, metric_names != "slime"), (new, metric_names != "verl")):
-            found = values.get(f"rollout_corr/{name}")
-            assert found == (pytest.approx(expect[old], abs=1e-12) if shown else None)
+            actual = values.get(f"rollout_corr/{name}")
+            assert actual == (pytest.approx(expect[old], abs=1e-12) if shown else None)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_steps_of_another_window_get_their_expectation_at_once(
         here = batch.replace(step_indices=batch.step_indices + (0 if step == 1 else moved))
         floor.expect(here, step)
         floor.before_update(here, torch.full((4, 2), 2e-4))
-        found = floor.finish(old_is_rollout=False).compute()
+        found = floor.finish(recomputes=True).compute()
         assert found["mismatch_over_expected"] == pytest.approx(2.0)
         if step == 3:
             assert policy.asked == asked
@@ -100,7 +100,7 @@ def test_small_iterations_are_measured_and_reported_together() -> None:
         due.append(expected.due(step, batch))
         monitor.expect(batch, step)
         monitor.before_update(batch, torch.full((4, 2), size * 1e-4))
-        found = monitor.finish(old_is_rollout=False).compute()
+        found = monitor.finish(recomputes=True).compute()
         reported.append(found.get("mismatch_over_expected"))
         state = monitor.tensors()
     assert reported == [None, None, pytest.approx(2.0), None, None, pytest.approx(6.0), None]

@@ -96,7 +96,7 @@ def test_the_metrics_of_one_iteration() -> None:
     batch = diffusion_batch(rollout, old_log_probs=rollout)
     floor.before_update(batch.rows(0, 2), given[:2])
     floor.before_update(batch.rows(2, 6), given[2:])
-    found = floor.finish(old_is_rollout=True).compute()
+    found = floor.finish(recomputes=False).compute()
     kept = np.delete(difference.numpy().flatten(), 2 * 3 + 1)
     sizes = np.abs(kept)
     wanted = {
@@ -113,7 +113,7 @@ def test_the_metrics_of_one_iteration() -> None:
     assert found == pytest.approx(wanted, rel=1e-12)
     # Another iteration starts afresh.
     floor.before_update(batch, 0.01 * difference)
-    again = floor.finish(old_is_rollout=True).compute()
+    again = floor.finish(recomputes=False).compute()
     assert again["logprob_abs_diff_max"] == 0.01 * difference.abs().max()
 
 
@@ -126,7 +126,7 @@ def test_percentiles_are_those_of_all_processes() -> None:
     processes = Others(theirs.flatten(), torch.stack([sums, torch.zeros(2, 3)]))
     floor = floor_of(FlowPolicy, processes)
     floor.before_update(diffusion_batch(torch.zeros(4, 2)), mine)
-    found = floor.finish(old_is_rollout=True).compute()
+    found = floor.finish(recomputes=False).compute()
     sizes = np.abs(torch.cat([mine, theirs]).numpy())
     assert found["logprob_abs_diff_p99"] == pytest.approx(np.quantile(sizes, 0.99), rel=1e-12)
     assert found["logprob_abs_diff_mean"] == pytest.approx(sizes.mean(), rel=1e-12)
@@ -138,7 +138,7 @@ def test_tokens_have_no_timesteps_and_no_padding() -> None:
     difference = differences(2, 3)
     floor = floor_of(TokenPolicy)
     floor.before_update(token_batch(torch.zeros(2, 3), mask), difference)
-    found = floor.finish(old_is_rollout=True).compute()
+    found = floor.finish(recomputes=False).compute()
     assert found["logprob_abs_diff_mean"] == pytest.approx(difference[mask].abs().mean().item())
     assert not any("/" in name for name in found)
 
@@ -147,7 +147,7 @@ def test_tokens_have_no_timesteps_and_no_padding() -> None:
 def test_slimes_names(names: str) -> None:
     floor = floor_of(FlowPolicy, metric_names=names)
     floor.before_update(diffusion_batch(torch.zeros(2, 2)), differences(2, 2))
-    found = floor.finish(old_is_rollout=True).compute()
+    found = floor.finish(recomputes=False).compute()
     assert "train_rollout_logprob_abs_diff" in found
     assert ("logprob_abs_diff_mean" in found) == (names == "both")
 
@@ -155,7 +155,7 @@ def test_slimes_names(names: str) -> None:
 def test_nothing_finite_is_nothing_to_report() -> None:
     floor = floor_of(FlowPolicy)
     floor.before_update(diffusion_batch(torch.zeros(2, 2)), torch.full((2, 2), math.nan))
-    assert floor.finish(old_is_rollout=True).compute() == {}
+    assert floor.finish(recomputes=False).compute() == {}
     assert "mismatch_over_clip" not in spread(differences(9, 1).flatten(), None).compute()
 
 
@@ -167,7 +167,7 @@ def test_the_host_waits_only_for_the_names_of_the_timesteps() -> None:
         floor.before_update(batch, differences(4, 2))
         floor.clipped(MetricBag())
         floor.after_update(batch, differences(4, 2))
-        floor.finish(old_is_rollout=True)
+        floor.finish(recomputes=False)
 
     assert transfers(iteration) == 1
     assert transfers(iteration) == 0
@@ -225,7 +225,7 @@ def test_bypass_reports_the_first_mini_batch_before_its_update(make: Make, epoch
     update, floor, batch = make(bypass=True, epochs=epochs)
     noise = differences(4, 4).float()[:2].numpy()
     update.run(batch, 2)
-    found = floor.finish(old_is_rollout=True).compute()
+    found = floor.finish(recomputes=False).compute()
     assert found["logprob_abs_diff_mean"] == pytest.approx(np.abs(noise).mean(), rel=0.02)
     assert found["logprob_abs_diff_max"] == pytest.approx(np.abs(noise).max(), rel=0.02)
     assert found["pre_update_clip_fraction"] == np.mean(np.abs(np.expm1(noise)) > 1e-4)
@@ -245,7 +245,7 @@ def test_decoupled_mode_clips_no_noise_and_measures_drift_exactly(make: Make) ->
     floor.after_update = recording  # type: ignore[method-assign]
     floor.before_update(batch, batch.old_log_probs)
     update.run(batch, 2)
-    found = floor.finish(old_is_rollout=False).compute()
+    found = floor.finish(recomputes=True).compute()
     assert found["pre_update_clip_fraction"] == 0
     assert found["mismatch_over_clip"] == pytest.approx(
         np.median(differences(4, 4).abs()) / 1e-4, rel=0.02
@@ -258,4 +258,4 @@ def test_decoupled_mode_clips_no_noise_and_measures_drift_exactly(make: Make) ->
 def test_a_single_update_has_no_drift_after_it(make: Make) -> None:
     update, floor, batch = make(bypass=True)
     update.run(batch, 4)
-    assert "policy_drift_abs_mean" not in floor.finish(old_is_rollout=True).compute()
+    assert "policy_drift_abs_mean" not in floor.finish(recomputes=False).compute()

@@ -225,7 +225,7 @@ def assert_same(found: tuple[float, Tensor], expect: tuple[float, Tensor]) -> No
 
 
 def summed(
-    objective: Objective,
+    objective: Objective[Any],
     now: Tensor,
     batches: Sequence[Batch],
     *,
@@ -239,7 +239,7 @@ def summed(
     leaf = now.detach().clone().requires_grad_()
     bag = MetricBag()
     total = torch.zeros((), dtype=torch.float64)
-    parts = torch.zeros(3, dtype=torch.float64)
+    counts = torch.zeros(3, dtype=torch.float64)
     start = 0
     for batch in batches:
         rows = slice(start, start + len(batch))
@@ -250,10 +250,10 @@ def summed(
             terms = objective.terms(leaf[rows, steps], piece)
             terms.total.backward()
             total = total + terms.total.detach()
-            parts = parts + terms.parts
+            counts = counts + terms.counts
             bag.merge(terms.metrics)
     add = identity if reduce is None else reduce["sum"]
-    scale = denominator(parts, add)
+    scale = denominator(counts, add)
     assert leaf.grad is not None
     return (add(total) / scale).item(), leaf.grad / scale, bag
 

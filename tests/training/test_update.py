@@ -1,7 +1,5 @@
 """The update: gradients of micro-batches or not finite, and the average of the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.modes import make_update
@@ -50,13 +48,13 @@ def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
     norm = torch.sqrt(
         sum(gradient.double().pow(2).sum() for gradient in wanted if gradient is not None)
     )
-    found = update.run(batch, 4).compute()
-    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert found["pg_loss"] == pytest.approx(0.0, abs=1e-6)
+    actual = update.run(batch, 4).compute()
+    assert actual["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert actual["pg_loss"] == pytest.approx(0.0, abs=1e-6)
     # At the first step v_hat is the square of the gradient.
     sizes = torch.cat([gradient.flatten() for gradient in wanted if gradient is not None]).abs()
     below = (sizes[sizes > 0] < 1e-8).double().mean().item()
-    assert found["adam_eps_fraction"] == pytest.approx(below, abs=1e-3)
+    assert actual["adam_eps_fraction"] == pytest.approx(below, abs=1e-3)
 
 
 def test_average_and_its_reversal(model: FlowModel) -> None:

@@ -1,7 +1,5 @@
 """Which GPUs workers get, when Ray may be asked, and how workers of one machine load in turn."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Iterator, Mapping

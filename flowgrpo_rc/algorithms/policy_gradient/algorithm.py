@@ -10,7 +10,7 @@ of a whole batch.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.base import Evaluation, Policy, join
 
 # (log-probs [b, t], samples, Gaussians of the steps or None) -> the terms of the loss.
-Loss = Callable[[Tensor, Any, GaussianSteps | None], LossTerms]
+Loss = Callable[[Tensor, Batch, GaussianSteps | None], LossTerms]
 # Names in a checkpoint.
 _AUTO_BANDS = "auto_bands"
 _AUTO_CLIP = "auto_clip"
@@ -44,15 +44,15 @@ class Seen(NamedTuple):
     terms: LossTerms
 
 
-class Told(NamedTuple):
-    """Keeps what forwards told once their gradients are added; `join` puts several together."""
+class ForwardOutcome(NamedTuple):
+    """Keeps what forwards say once their gradients are added; `join` puts several together."""
 
     now: Evaluation  # without gradients, [b, t]
     decision: Tensor | None  # the steps that are kept, bool [b, t]; None if the loss decided that
 
 
 @dataclass(kw_only=True, eq=False)
-class PolicyGradient(Algorithm[Any]):
+class PolicyGradient(Algorithm[Batch]):
     """What the two modes have in common: forwards, losses, and what follows the mismatch.
 
     For each forward of an update a mode is asked for two things: `enter` before the loss and
@@ -60,8 +60,8 @@ class PolicyGradient(Algorithm[Any]):
     """
 
     prefix: ClassVar[str]  # of the correction's metrics
-    old_is_rollout: ClassVar[bool]  # whether the old policy's log-probs are those of the rollout
-    policy: Policy[Any]
+    recomputes: ClassVar[bool]  # whether the training graph gives the old policy's log-probs
+    policy: Policy[Batch]
     terms: Loss  # such as `objective.Objective.terms`
     processes: Processes
     monitor: MismatchMonitor
@@ -76,8 +76,8 @@ class PolicyGradient(Algorithm[Any]):
 
     @abstractmethod
     def enter(
-        self, piece: Any, now: Evaluation, *, updates: int
-    ) -> tuple[Any, GaussianSteps | None]:
+        self, piece: Batch, now: Evaluation, *, updates: int
+    ) -> tuple[Batch, GaussianSteps | None]:
         """Returns a piece, [b, t], as the loss takes it, and the Gaussians of its steps.
 
         `now` is what a forward says of the current policy on it; `updates` of the iteration came
@@ -85,8 +85,8 @@ class PolicyGradient(Algorithm[Any]):
         """
 
     @abstractmethod
-    def leave(self, mini: Any, told: Told) -> Any:
-        """Returns a mini-batch, [B, T], for later epochs, with what its forwards have told before
+    def leave(self, mini: Batch, outcome: ForwardOutcome) -> Batch:
+        """Returns a mini-batch, [B, T], for later epochs, with the outcome of its forwards before
         its update.
         """
 
@@ -98,49 +98,49 @@ class PolicyGradient(Algorithm[Any]):
             self.monitor.clipped(seen.terms.metrics)
 
     def loss(
-        self, mini: Any, backward: Backward, metrics: MetricBag, *, updates: int
-    ) -> tuple[Any, Tensor]:
+        self, mini: Batch, backward: Backward, metrics: MetricBag, *, updates: int
+    ) -> tuple[Batch, Tensor]:
         """Computes the loss of a mini-batch; see `Algorithm.loss`."""
         # Sums: the update divides once, when all processes have added theirs.
-        parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
+        counts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
         rows = []
         for micro in mini.split(self.micro_batch_size):
             pieces = list(self.policy.pieces(micro))
             if self.whole_windows and len(pieces) > 1:
-                found = [self._window(micro, backward, metrics, updates)]
+                results = [self._window(micro, backward, metrics, updates)]
             else:
-                found = [self._piece(piece, backward, metrics, updates) for piece in pieces]
-            parts = parts + sum(part for part, _ in found)
-            rows.append(join([told for _, told in found], dim=1))
-        return self.leave(mini, join(rows, dim=0)), parts
+                results = [self._piece(piece, backward, metrics, updates) for piece in pieces]
+            counts = counts + sum(of_piece for of_piece, _ in results)
+            rows.append(join([outcome for _, outcome in results], dim=1))
+        return self.leave(mini, join(rows, dim=0)), counts
 
     def _piece(
-        self, piece: Any, backward: Backward, metrics: MetricBag, updates: int
-    ) -> tuple[Tensor, Told]:
+        self, piece: Batch, backward: Backward, metrics: MetricBag, updates: int
+    ) -> tuple[Tensor, ForwardOutcome]:
         """Differentiates the loss of what one forward evaluates, [b, t]."""
         now = self.policy.evaluate(piece)
         # Means are as large as the latents: they are kept only until the old policy is known.
         keep_means = self.keep_means and piece.old_log_probs is None
         cuts = [(piece, now)] if self.whole_windows else self.policy.steps(piece, now)
         seen = [self._seen(*cut, updates) for cut in cuts]
-        total = torch.stack([one.terms.total for one in seen]).sum()
-        share = torch.cat([one.terms.share for one in seen], 1)
+        total = torch.stack([loss.terms.total for loss in seen]).sum()
+        share = torch.cat([loss.terms.share for loss in seen], 1)
         # One backward for all steps of the forward: they share its graph, which is gone then.
         backward(Forward(piece, now, total, share))
-        for one in seen:
-            metrics.merge(one.terms.metrics)
-            self.observe(one, updated=updates > 0)
-        parts = torch.stack([one.terms.parts for one in seen]).sum(0)
-        decision = join([one.piece.rejection_mask for one in seen], dim=1)
-        return parts, Told(now.detached(keep_means=keep_means), decision)
+        for loss in seen:
+            metrics.merge(loss.terms.metrics)
+            self.observe(loss, updated=updates > 0)
+        counts = torch.stack([loss.terms.counts for loss in seen]).sum(0)
+        decision = join([loss.piece.rejection_mask for loss in seen], dim=1)
+        return counts, ForwardOutcome(now.detached(keep_means=keep_means), decision)
 
-    def _seen(self, piece: Any, now: Evaluation, updates: int) -> Seen:
+    def _seen(self, piece: Batch, now: Evaluation, updates: int) -> Seen:
         piece, gaussian = self.enter(piece, now, updates=updates)
         return Seen(piece, now.log_probs, gaussian, self.terms(now.log_probs, piece, gaussian))
 
     def _window(
-        self, micro: Any, backward: Backward, metrics: MetricBag, updates: int
-    ) -> tuple[Tensor, Told]:
+        self, micro: Batch, backward: Backward, metrics: MetricBag, updates: int
+    ) -> tuple[Tensor, ForwardOutcome]:
         """Differentiates a loss of all steps of a sample, [b, T], with the memory of one forward.
 
             d loss / d weights = sum_t (d loss / d log_prob_t) (d log_prob_t / d weights)
@@ -163,33 +163,33 @@ class PolicyGradient(Algorithm[Any]):
         start = 0
         for piece in self.policy.pieces(micro):
             now = self.policy.evaluate(piece)
-            here = slice(start, start + piece.num_steps)
+            steps = slice(start, start + piece.num_steps)
             values = [now.log_probs, *_leaves(now.gaussian)]
-            products = (v * s[:, here] for v, s in zip(values, slopes, strict=True))
+            products = (v * s[:, steps] for v, s in zip(values, slopes, strict=True))
             # The sum is not the loss, whose value may be infinite where no slope is: 0 times the
             # loss makes the update see that.
             total = sum((product.sum() for product in products), 0 * terms.total.detach())
-            backward(Forward(piece, now, total, terms.share[:, here]))
-            start = here.stop
+            backward(Forward(piece, now, total, terms.share[:, steps]))
+            start = steps.stop
         metrics.merge(terms.metrics)
         self.observe(Seen(micro, log_probs, gaussian, terms), updated=updates > 0)
-        return terms.parts, Told(measured.detached(), micro.rejection_mask)
+        return terms.counts, ForwardOutcome(measured.detached(), micro.rejection_mask)
 
     def finish(self, metrics: MetricBag) -> None:
         """Ends the iteration: adds the metrics of correction and mismatch, under full names."""
         for follower in self._followers().values():
             follower.finish(self.processes.gather)
         metrics.merge(self._metrics, self.prefix)
-        mismatch = self.monitor.finish(old_is_rollout=self.old_is_rollout)
+        mismatch = self.monitor.finish(recomputes=self.recomputes)
         metrics.replace(mismatch, self.prefix)
         self._metrics = MetricBag()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Returns what follows the mismatch from iteration to iteration, by part."""
-        found = {name: follower.tensors() for name, follower in self._followers().items()}
+        tensors = {name: follower.tensors() for name, follower in self._followers().items()}
         if monitor := self.monitor.tensors():
-            found[_MISMATCH] = monitor
-        return found
+            tensors[_MISMATCH] = monitor
+        return tensors
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Goes back to what `tensors` recorded."""
@@ -198,8 +198,8 @@ class PolicyGradient(Algorithm[Any]):
         self.monitor.load(tensors.get(_MISMATCH, {}))
 
     def _followers(self) -> dict[str, AutoBands | AutoClip]:
-        found = {_AUTO_BANDS: self.auto_bands, _AUTO_CLIP: self.auto_clip}
-        return {name: follower for name, follower in found.items() if follower is not None}
+        followers = {_AUTO_BANDS: self.auto_bands, _AUTO_CLIP: self.auto_clip}
+        return {name: follower for name, follower in followers.items() if follower is not None}
 
 
 def _leaves(gaussian: GaussianSteps | None) -> list[Tensor]:

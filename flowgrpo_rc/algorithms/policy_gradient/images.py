@@ -13,7 +13,7 @@ from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss, PolicyLoss, st
 from flowgrpo_rc.losses.config import LossConfig
 
 
-class DiffusionObjective(Objective):
+class DiffusionObjective(Objective[DiffusionBatch]):
     """The loss of FlowGRPO: the mean over all steps, rejected ones included, as in the document.
 
     In bypass mode the trainer gives one step at a time, so that every rejection level means the

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient, Seen, Told
+from flowgrpo_rc.algorithms.policy_gradient.algorithm import ForwardOutcome, PolicyGradient, Seen
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
@@ -33,8 +33,8 @@ class Bypass(PolicyGradient):
     The `auto` bands judge each sample once, by the first forward of the update that it is in.
     """
 
+    recomputes = False
     prefix = BYPASS_PREFIX.removesuffix("/")
-    old_is_rollout = True
 
     def begin(self, batch: Batch, step: int) -> Batch:
         """Returns the batch with old := rollout. Raises ValueError if the rollout recorded none."""
@@ -59,9 +59,9 @@ class Bypass(PolicyGradient):
             piece = piece.replace(loss_bound=self.auto_clip.bounds(piece.step_indices))
         return piece, now.gaussian
 
-    def leave(self, mini: Batch, told: Told) -> Batch:
+    def leave(self, mini: Batch, outcome: ForwardOutcome) -> Batch:
         """Returns the mini-batch with its decision: later epochs judge no sample again."""
-        return mini.replace(rejection_mask=told.decision)
+        return mini.replace(rejection_mask=outcome.decision)
 
     def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes the loss, its decisions and, before any update, the mismatch."""
@@ -88,8 +88,8 @@ class Decoupled(PolicyGradient):
     has been updated by then. `correction.recompute.why_recompute` says where that may be.
     """
 
+    recomputes = True
     prefix = DECOUPLED_PREFIX.removesuffix("/")
-    old_is_rollout = False
     corrector: Corrector
     own_forwards: bool = False
 
@@ -124,24 +124,24 @@ class Decoupled(PolicyGradient):
         gaussian = now.gaussian
         if piece.old_log_probs is not None:
             return piece, gaussian
-        found = now.detached()
-        step_kl = found.step_kl
+        old = now.detached()
+        step_kl = old.step_kl
         if self.auto_bands is not None:
             # `leave` judges the same samples again, and remembers them then.
             piece, _ = self._judge(piece, now.log_probs, step_kl, remember=False)
-        piece = piece.with_old(found.log_probs, centered=self._kept(found))
+        piece = piece.with_old(old.log_probs, centered=self._kept(old))
         piece, _ = self.corrector.batch(piece, step_kl=step_kl)
         if gaussian is not None:
             # The KL that came is from the rollout; that of the old policy from itself is 0.
             gaussian = gaussian._replace(kl=torch.zeros_like(gaussian.std))
         return piece, gaussian
 
-    def leave(self, mini: Batch, told: Told) -> Batch:
+    def leave(self, mini: Batch, outcome: ForwardOutcome) -> Batch:
         """Returns the mini-batch with its old policy and correction, if it had none.
 
         No update came before these forwards, so they are those of the old policy.
         """
-        return self._with_old(mini, told.now) if mini.old_log_probs is None else mini
+        return self._with_old(mini, outcome.now) if mini.old_log_probs is None else mini
 
     def _with_old(self, batch: Batch, old: Evaluation) -> Batch:
         """Returns a batch with its old policy and the correction that follows from it."""

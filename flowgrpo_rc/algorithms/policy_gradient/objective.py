@@ -10,11 +10,12 @@ Between two log-probs and a mask there are three calls:
 import copy
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.core.transition import GaussianSteps
@@ -23,8 +24,10 @@ from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
 from flowgrpo_rc.losses.base import LossTerms, PolicyLoss, counts, denominator
 from flowgrpo_rc.losses.reinforce import reinforce
 
+B = TypeVar("B", bound=Batch)
 
-class Objective(ABC):
+
+class Objective(ABC, Generic[B]):
     """The loss of a run, built once and called for every forward.
 
     `aggregation` is the mean that the loss is, see `shares`; `normalize` says which steps it
@@ -55,7 +58,7 @@ class Objective(ABC):
         old: Tensor,
         advantages: Tensor,
         keep_mask: Tensor,
-        batch: Any,
+        batch: B,
         gaussian: GaussianSteps | None,
     ) -> PolicyLoss:
         """Computes the configured policy loss of each step, [B, T]; differentiable in `current`.
@@ -65,16 +68,17 @@ class Objective(ABC):
         """
 
     def compared(
-        self, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None
+        self, log_probs: Tensor, batch: B, gaussian: GaussianSteps | None
     ) -> tuple[Tensor, Tensor]:
         """Returns two numbers for each step, [B, T], of the current and of the old policy.
 
         Their difference is the log-ratio of the policy loss.
         """
+        assert batch.old_log_probs is not None
         return log_probs, batch.old_log_probs
 
     def terms(
-        self, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None = None
+        self, log_probs: Tensor, batch: B, gaussian: GaussianSteps | None = None
     ) -> LossTerms:
         """Computes the terms of the loss on a batch, which add up over micro-batches and processes.
 
@@ -100,20 +104,20 @@ class Objective(ABC):
         weight_sums = None
         metrics = MetricBag()
         if self._corrector is not None:
-            found = self._corrector(
+            correction = self._corrector(
                 log_probs,
                 require_rollout_log_probs(batch),
                 step_mask,
                 allowed=allowed,
                 step_kl=None if gaussian is None else gaussian.kl,
                 num_elements=batch.num_elements,
-                normalise=False,
+                all_reduce=None,
             )
-            metrics.merge(found.metrics, "rollout_corr")
-            keep_mask = keep_mask & found.mask
+            metrics.merge(correction.metrics, "rollout_corr")
+            keep_mask = keep_mask & correction.mask
             # The ratio of PPO is the weight already: a second one would count it twice.
-            weights = None if self._correction.weights_are_metrics else found.weights
-            weight_sums = found.weight_sums
+            weights = None if self._correction.weights_are_metrics else correction.weights
+            weight_sums = correction.weight_sums
         if self._correction.centered:
             # The corrector has looked at the log-probs alone.
             keep_mask = keep_mask & torch.isfinite(current.detach() - old)
@@ -131,29 +135,30 @@ class Objective(ABC):
         return LossTerms(
             total=total,
             share=share,
-            parts=counts(number, weight_sums),
+            counts=counts(number, weight_sums),
             metrics=metrics,
             keep_mask=keep_mask,
             weights=weights,
         )
 
     def on_batch(
-        self, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None = None
+        self, log_probs: Tensor, batch: B, gaussian: GaussianSteps | None = None
     ) -> tuple[Tensor, MetricBag]:
         """Computes the loss of a whole batch, scalar, and its metrics; arguments as of `terms`."""
         terms = self.terms(log_probs, batch, gaussian)
-        return terms.total / denominator(terms.parts).to(terms.total.dtype), terms.metrics
+        return terms.total / denominator(terms.counts).to(terms.total.dtype), terms.metrics
 
     def _policy_loss(
         self,
         current: Tensor,
         old: Tensor,
-        batch: Any,
+        batch: B,
         keep_mask: Tensor,
         gaussian: GaussianSteps | None,
     ) -> PolicyLoss:
         """Computes REINFORCE, or the configured loss, under the names that the settings ask for."""
         limit = self._adv_clip_max
+        assert batch.advantages is not None
         advantages = batch.advantages.clamp(-limit, limit).to(current.dtype)
         if self._correction.loss_type == "reinforce":
             policy = reinforce(current, old, advantages, keep_mask)

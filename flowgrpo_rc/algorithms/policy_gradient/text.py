@@ -11,7 +11,7 @@ from flowgrpo_rc.losses.base import PolicyLoss, TokenLoss
 from flowgrpo_rc.losses.config import LossConfig
 
 
-class TokenObjective(Objective):
+class TokenObjective(Objective[TokenBatch]):
     """The loss of GRPO on whole responses; rejected tokens leave the mean, as in the documents for
     language models.
     """

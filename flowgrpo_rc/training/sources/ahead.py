@@ -26,15 +26,15 @@ class AheadSource(RolloutSource):
 
     def collect(self, step: int) -> Collected:
         """Waits for the samples of a step. EngineError if the engine used other weights."""
-        asked = self._asked.pop(step, None) or self._ask(step)
-        collected = asked()
+        receive = self._asked.pop(step, None) or self._ask(step)
+        collected = receive()
         collected.check_versions(step, self._staleness)
         return collected
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Copies the LoRA after `version` steps, and asks for the steps that have waited for it."""
         oldest = version - self._staleness
-        self._versions = {v: kept for v, kept in self._versions.items() if v >= oldest}
+        self._versions = {v: past for v, past in self._versions.items() if v >= oldest}
         self._versions[version] = {name: tensor.detach().clone() for name, tensor in state.items()}
         if not self._source.engine.elsewhere:
             return

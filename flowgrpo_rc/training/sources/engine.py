@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,13 +17,8 @@ from flowgrpo_rc.rewards.groups import Groups
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.engine import (
-    RolloutChunk,
-    RolloutEngine,
-    RolloutRequest,
-    check_settings,
-)
-from flowgrpo_rc.training.sources.source import Collected, RolloutSource
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutRequest, check_settings
+from flowgrpo_rc.training.sources.source import Collected, Engine, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
 
 
@@ -32,7 +26,7 @@ from flowgrpo_rc.training.tasks.task import Task
 class EngineSource(RolloutSource):
     """Samples with an engine, and has finished chunks scored while the rest is sampled."""
 
-    engine: RolloutEngine[Any]
+    engine: Engine
     task: Task
     sampler: PromptSampler
     rewards: RewardManager
@@ -61,7 +55,8 @@ class EngineSource(RolloutSource):
     def redraw(self, step: int, rows: Sequence[int]) -> Collected:
         """Samples the given rows of a step alone, in order; there are as many of each prompt."""
         prompts = self.prompts(step)
-        request: Any = self.task.request(prompts, self._seeds(prompts))
+        request = self.task.request(prompts, self._seeds(prompts))
+        assert isinstance(request, ImageRequest)
         chosen = replace(
             request,
             samples_per_prompt=len(rows) // len(prompts.prompts),
@@ -114,7 +109,7 @@ class EngineSource(RolloutSource):
             world_size=self.processes.count,
         )
 
-    def engines(self) -> list[RolloutEngine[Any]]:
+    def engines(self) -> list[Engine]:
         """Returns the engine."""
         return [self.engine]
 

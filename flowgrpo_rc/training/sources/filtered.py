@@ -59,8 +59,8 @@ class FilteredSource(EngineSource):
             counts.update(["refills", *(f"dropped_{fault}" for _, fault in missing)])
             slots = sorted(slot for slot, _ in missing)
             prompts = self.sampler.further(step - 1, len(slots))
-            asked = PromptBatch(step=step, prompts=prompts, slots=slots)
-            scored = self._refilled(scored, asked, counts["refills"], drawn)
+            further = PromptBatch(step=step, prompts=prompts, slots=slots)
+            scored = self._refilled(scored, further, counts["refills"], drawn)
         counts["unfilled"] = len(missing)
         metrics = collected.metrics or MetricBag()
         for name, count in counts.items():
@@ -73,7 +73,7 @@ class FilteredSource(EngineSource):
         batch, rewards, shown = scored
         return Collected(batch, lambda: rewards, shown, metrics, teaches=teaches)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Returns how many prompts were drawn beyond those of the steps."""
         return {"further_prompts": self.sampler.num_further}
 
@@ -83,12 +83,13 @@ class FilteredSource(EngineSource):
 
     def _equal(self, scored: _Scored) -> Tensor:
         """Returns the groups [G] bool, by slot, whose rewards are all equal, as estimators see."""
-        group, rewards = scored.batch.group.cpu(), scored.rewards
+        group = scored.batch.group.cpu()
+        rewards = scored.rewards
         columns = [rewards.total]
         if self.algorithm.adv_estimator == "gdpo":
             columns = [rewards.parts[name] for name in self.rewards.weights]
-        found = [group_relative(column, group, rewards.valid).zero_std for column in columns]
-        return torch.stack(found).all(0)
+        equal = [group_relative(column, group, rewards.valid).zero_std for column in columns]
+        return torch.stack(equal).all(0)
 
     def _missing(self, scored: _Scored) -> list[tuple[int, str]]:
         """Returns the slots of this process's groups that are dropped, and why."""
@@ -98,21 +99,22 @@ class FilteredSource(EngineSource):
         return [*(dict.fromkeys(equal, "equal") | dict.fromkeys(failed, "failed")).items()]
 
     def _refilled(
-        self, scored: _Scored, asked: PromptBatch, refill: int, drawn: list[Rewards]
+        self, scored: _Scored, further: PromptBatch, refill: int, drawn: list[Rewards]
     ) -> _Scored:
-        """Returns this process's samples, with new ones in those slots that `asked` names."""
+        """Returns this process's samples, with new ones in those slots that `further` names."""
         group = scored.batch.group
-        own = set(group.tolist())
-        prompt_of = {s: p for s, p in zip(asked.slots, asked.prompts, strict=True) if s in own}
+        slots = set(group.tolist())
+        pairs = zip(further.slots, further.prompts, strict=True)
+        prompt_of = {slot: prompt for slot, prompt in pairs if slot in slots}
         if not prompt_of:  # the others count what failed, which takes all processes
             collect_rewards(self.rewards, [], self.processes, grouped=True, earlier=drawn)
             return scored
-        asked = replace(asked, prompts=[*prompt_of.values()], slots=[*prompt_of])
-        found = self.sample(asked, refill)
-        drawn.append(found.rewards(earlier=drawn))
-        stays = ~torch.isin(group, found.batch.group)
-        parts = [_Scored(found.batch, drawn[-1], found.shown)]
-        parts += [scored.select(stays.nonzero().squeeze(1))] if stays.any() else []
-        batches, rewards, shown = zip(*parts, strict=True)
+        of_process = replace(further, prompts=[*prompt_of.values()], slots=[*prompt_of])
+        collected = self.sample(of_process, refill)
+        drawn.append(collected.rewards(earlier=drawn))
+        stays = ~torch.isin(group, collected.batch.group)
+        both = [_Scored(collected.batch, drawn[-1], collected.shown)]
+        both += [scored.select(stays.nonzero().squeeze(1))] if stays.any() else []
+        batches, rewards, shown = zip(*both, strict=True)
         joined = _Scored(concat(batches), Rewards.join(rewards), Shown.join(shown))
         return joined.select(joined.batch.group.argsort(stable=True))

@@ -1,17 +1,15 @@
 """Samples that a cheap rollout has chosen are drawn again as the trainer's policy draws them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from flowgrpo_rc.batch import Rewards
 from flowgrpo_rc.core.advantages import farthest
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.advantages import AdvantageEstimator
 from flowgrpo_rc.training.sources.engine import EngineSource
-from flowgrpo_rc.training.sources.source import Collected, RolloutSource
+from flowgrpo_rc.training.sources.source import Collected, Engine, RolloutSource
 
 
 @dataclass(eq=False)
@@ -31,11 +29,13 @@ class RedrawnSource(RolloutSource):
     def collect(self, step: int) -> Collected:
         """Returns the samples that were drawn again, with their advantages in the pool."""
         pool = self.scouts.collect(step)
-        rewards, metrics = pool.rewards(), pool.metrics or MetricBag()
+        rewards = pool.rewards()
+        metrics = pool.metrics or MetricBag()
         first = self.advantages.of(pool.batch, rewards, MetricBag())
         rows = farthest(first, pool.batch.group, self.train_n)
         again = self.exact.redraw(step, rows.tolist())
-        scored, index = again.rewards(), rows.cpu()
+        scored = again.rewards()
+        index = rows.cpu()
         scouted = rewards.select(index)
         both = scored.valid & scouted.valid
         metrics.mean("scouts/reward", rewards.total, rewards.valid)
@@ -54,7 +54,7 @@ class RedrawnSource(RolloutSource):
             advantages=advantages[rows],
         )
 
-    def engines(self) -> list[RolloutEngine[Any]]:
+    def engines(self) -> list[Engine]:
         """Returns both engines."""
         return [self.scouts.engine, self.exact.engine]
 

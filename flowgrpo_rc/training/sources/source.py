@@ -12,6 +12,8 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.records.samples import Shown
 from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
 
+Engine = RolloutEngine[Any]  # of any kind of request
+
 
 class Collected(NamedTuple):
     """This process's part of a step; `rewards` waits until they are known, and returns them."""
@@ -64,7 +66,7 @@ class RolloutSource(ABC):
     def collect(self, step: int) -> Collected:
         """Returns the trajectories of a step."""
 
-    def engines(self) -> Sequence[RolloutEngine[Any]]:
+    def engines(self) -> Sequence[Engine]:
         """Returns the engines that sample; none for trajectories from files."""
         return ()
 
@@ -77,7 +79,7 @@ class RolloutSource(ABC):
         """Returns earlier versions of the LoRA that rollouts to come need; none as a rule."""
         return {}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Returns what a checkpoint holds of it; JSON can hold that. Nothing as a rule."""
         return {}
 

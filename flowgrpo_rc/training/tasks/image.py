@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,18 +49,15 @@ class ImageTask(Task):
     def __post_init__(self) -> None:
         """Prepares the sampler of held-out samples, which keeps their encoded prompts."""
         self._held_out = self.config.held_out_spec()
-        self._kept = self.model.prompt_cache or PromptCache({}, None, by_batch=True, limit=_LIMIT)
+        self._cache = self.model.prompt_cache or PromptCache({}, None, by_batch=True, limit=_LIMIT)
 
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
         """Asks for `rollout.n` samples of each prompt, with the windows that are drawn for them."""
         config = self.config
-        size, first, last = config.window_at(prompts.step)
         window = draw_windows(
             prompts.slots,
             config.n,
-            size=size,
-            first=first,
-            last=last,
+            window=config.window_at(prompts.step),
             sharing=config.algo.window_sharing,
             seed=self.seed,
             step=prompts.step,
@@ -76,7 +72,7 @@ class ImageTask(Task):
             decode=self.decode,
         )
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, object]:
         """Returns the shape of the latents and where the SDE window may lie."""
         return {
             "latent_shape": list(self.model.latent_shape(self.config.spec())),
@@ -126,7 +122,7 @@ class ImageTask(Task):
         model = self.model
         spec = self._held_out
         latents = normal(model.latent_shape(spec), seeds, "latents").to(model.device)
-        conditioning, negative = encode_prompts(model, prompts, spec, self._kept)
+        conditioning, negative = encode_prompts(model, prompts, spec, self._cache)
         trajectory = self.policy.rollout(
             latents,
             conditioning,
@@ -138,7 +134,11 @@ class ImageTask(Task):
         return HeldOut(model.decode(trajectory.final, spec) if decode else None, trajectory.final)
 
     def save_samples(
-        self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
+        self,
+        stem: Path,
+        samples: Sequence[object],
+        prompts: Sequence[Prompt],
+        scores: Sequence[float],
     ) -> Image.Image | None:
         """Writes a captioned grid, `stem`.png, and videos to `stem`.webp as well."""
         captions = [

@@ -27,7 +27,7 @@ class Task(ABC):
         """Asks for `rollout.n` samples of each of P prompts, prompt-major, by their P * n seeds."""
 
     @abstractmethod
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, object]:
         """Returns, for JSON, what a saved rollout must share with a run that trains on it."""
 
     @abstractmethod
@@ -46,6 +46,10 @@ class Task(ABC):
 
     @abstractmethod
     def save_samples(
-        self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
+        self,
+        stem: Path,
+        samples: Sequence[Any],
+        prompts: Sequence[Prompt],
+        scores: Sequence[float],
     ) -> Image.Image | None:
         """Writes held-out samples to `stem` plus an ending; returns a picture of them, or None."""

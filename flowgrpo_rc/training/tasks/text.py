@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -50,7 +49,7 @@ class TextTask(Task):
             seeds=seeds,
         )
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, object]:
         """Returns the vocabulary's hash: the ids of another one mean other texts."""
         vocabulary = json.dumps(sorted(self.model.tokenizer.get_vocab().items())).encode()
         return {"vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest()}
@@ -88,7 +87,11 @@ class TextTask(Task):
         return HeldOut(self.model.decode(responses.ids, responses.mask))
 
     def save_samples(
-        self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
+        self,
+        stem: Path,
+        samples: Sequence[str],
+        prompts: Sequence[Prompt],
+        scores: Sequence[float],
     ) -> Image.Image | None:
         """Writes `stem`.jsonl, one object a line; there is no picture."""
         save_texts(stem.with_suffix(".jsonl"), samples, prompts, scores)

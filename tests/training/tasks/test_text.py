@@ -1,7 +1,5 @@
 """The text task: evaluation, requests, what it observes, saved samples."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
