@@ -3,10 +3,12 @@
 Reference: ImageReward, https://arxiv.org/abs/2304.05977.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from flowgrpo_rc.rewards.backbones.checkpoint import (
     resolve_device,
 )
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
+
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessorPil, PreTrainedModel, PreTrainedTokenizerBase
 
 # Mean and standard deviation of the scores of the authors' data.
 MEAN = 0.16717362830052426
@@ -82,7 +87,15 @@ class ImageReward(Reward):
         return (head(read.float().cpu()).squeeze(1) - MEAN) / STD
 
     @cached_property
-    def _loaded(self) -> tuple[Any, Any, nn.Sequential, Any, Any]:
+    def _loaded(
+        self,
+    ) -> tuple[
+        PreTrainedModel,
+        PreTrainedModel,
+        nn.Sequential,
+        CLIPImageProcessorPil,
+        PreTrainedTokenizerBase,
+    ]:
         """Loads both models, the head, the image processor and the tokenizer."""
         from transformers import BlipConfig, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
 

@@ -1,11 +1,13 @@
 """Checkpoints of scoring models: where they may be, on which device they go, how they load."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,10 @@ from torch import Tensor, nn
 from flowgrpo_rc import reading
 from flowgrpo_rc.plugins import check_choice
 from flowgrpo_rc.reading import check_on_hub, load_weights
-from flowgrpo_rc.rewards.base import check_at_least_one
+from flowgrpo_rc.rewards.base import check_range
+
+if TYPE_CHECKING:
+    from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -62,7 +67,7 @@ def check_loading(*, device: str, dtype: str, batch_size: int) -> None:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: torch finds no CUDA device; give cpu")
     check_choice("dtype", dtype, DTYPES)
-    check_at_least_one(batch_size=batch_size)
+    check_range(1, batch_size=batch_size)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -76,7 +81,7 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a scoring model, by the rules of `reading.load_tokenizer`."""
     from transformers import AutoTokenizer
 
@@ -84,7 +89,14 @@ def load_tokenizer(path: str | Path) -> Any:
     return reading.load_tokenizer(AutoTokenizer, str(path), where, trust_remote_code=False)
 
 
-def load_pretrained(cls: Any, path: str, *, device: str, dtype: str, spare: str = "$^") -> Any:
+def load_pretrained(
+    cls: type[PreTrainedModel | AutoModel],
+    path: str,
+    *,
+    device: str,
+    dtype: str,
+    spare: str = "$^",
+) -> PreTrainedModel:
     """Loads a model of a transformers class for inference; `spare` is that of `load_weights`."""
     where = f"path={path!r}"
     kind = DTYPES[dtype]
@@ -97,13 +109,11 @@ def check_state(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
     needed = {name: list(value.shape) for name, value in module.state_dict().items()}
     shapes = {name: list(value.shape) for name, value in stored.items()}
     for name in sorted(needed.keys() | shapes.keys()):
-        if needed.get(name) != shapes.get(name):
+        if needed.get(name) != shapes.get(name) or not _is_finite(stored[name]):
             raise ValueError(
                 f"{name} is {shapes.get(name, 'missing')} there, and a {type(module).__name__} "
-                f"needs {needed.get(name, 'no such tensor')}"
+                f"needs {needed.get(name, 'no such tensor')}, of finite floating point numbers"
             )
-        if not _is_finite(stored[name]):
-            raise ValueError(f"{name} does not hold finite floating point numbers")
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -6,10 +6,12 @@ Reference: "Learning Transferable Visual Models From Natural Language Supervisio
 https://arxiv.org/abs/2103.00020.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +27,12 @@ from flowgrpo_rc.rewards.backbones.checkpoint import (
     load_tokenizer,
 )
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
+
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessorPil, CLIPModel, PreTrainedTokenizerBase
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+Inputs = TypeVar("Inputs", np.ndarray, list[str])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,7 +71,7 @@ class ClipReward(Reward):
         """Computes unit vectors [N, D], fp32 on the CPU, of images [N, H, W, 3] uint8."""
         model, processor, _ = self._loaded
 
-        def forward(batch: Sequence[np.ndarray]) -> Any:
+        def forward(batch: np.ndarray) -> BaseModelOutputWithPooling:
             pixels = processor(list(batch), return_tensors="pt", input_data_format="channels_last")
             return model.get_image_features(pixels.pixel_values.to(model.device, model.dtype))
 
@@ -74,9 +82,9 @@ class ClipReward(Reward):
         model, _, tokenizer = self._loaded
         longest = model.config.text_config.max_position_embeddings
 
-        def forward(batch: Sequence[str]) -> Any:
+        def forward(batch: list[str]) -> BaseModelOutputWithPooling:
             tokens = tokenizer(
-                list(batch), padding=True, truncation=True, max_length=longest, return_tensors="pt"
+                batch, padding=True, truncation=True, max_length=longest, return_tensors="pt"
             )
             return model.get_text_features(**tokens.to(model.device))
 
@@ -86,7 +94,9 @@ class ClipReward(Reward):
         return features[[distinct.index(text) for text in texts]]
 
     @torch.inference_mode()
-    def _in_batches(self, forward: Callable[[Any], Any], inputs: Any) -> Tensor:
+    def _in_batches(
+        self, forward: Callable[[Inputs], BaseModelOutputWithPooling], inputs: Inputs
+    ) -> Tensor:
         features = [
             forward(inputs[rows]).pooler_output.float()
             for rows in batches(len(inputs), self.batch_size)
@@ -94,7 +104,7 @@ class ClipReward(Reward):
         return torch.nn.functional.normalize(torch.cat(features), dim=1).cpu()
 
     @cached_property
-    def _loaded(self) -> tuple[Any, Any, Any]:
+    def _loaded(self) -> tuple[CLIPModel, CLIPImageProcessorPil, PreTrainedTokenizerBase]:
         """Loads the model, its image processor and its tokenizer."""
         from transformers import CLIPImageProcessorPil, CLIPModel
 

@@ -7,7 +7,6 @@ Shapes: N conversations, L tokens of the longest one.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from flowgrpo_rc.reading import read_mapping
 from flowgrpo_rc.rewards.backbones.checkpoint import check_loading, load_tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-Messages = Sequence[Mapping[str, Any]]
+Message = Mapping[str, object]
 
 
 def check_qwen_vl(path: str, *, device: str, dtype: str, batch_size: int) -> None:
@@ -36,7 +35,7 @@ def plain(text: str) -> str:
     return text.replace("<|", "< |")
 
 
-def message(role: str, text: str, *, pictures: int = 0) -> dict[str, Any]:
+def message(role: str, text: str, *, pictures: int = 0) -> Message:
     """Returns a message of some pictures and a text after them."""
     content: list[dict[str, str]] = [{"type": "image"}] * pictures
     return {"role": role, "content": [*content, {"type": "text", "text": text}]}
@@ -66,7 +65,7 @@ class QwenVlReader:
         self._image_token = self.tokenizer.convert_ids_to_tokens(image_token_id)
 
     def __call__(
-        self, conversations: Sequence[Messages], pictures: Sequence[np.ndarray]
+        self, conversations: Sequence[Sequence[Message]], pictures: Sequence[np.ndarray]
     ) -> dict[str, torch.Tensor]:
         """Makes the tensors of N conversations from the pictures of all of them in order."""
         seen = self._images(list(pictures), return_tensors="pt", input_data_format="channels_last")

@@ -9,13 +9,15 @@ Reference: HPSv3, https://arxiv.org/abs/2508.03789; EditReward, https://arxiv.or
 Facts about prompt, head and positions are those of MizzenAI/HPSv3 and TIGER-AI-Lab/EditReward.
 """
 
+from __future__ import annotations
+
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +33,9 @@ from flowgrpo_rc.rewards.backbones.checkpoint import (
 )
 from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, message, plain
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHTS = "model.safetensors"
 ASKED = "reward.json"
@@ -120,7 +125,7 @@ class VlmReward(Reward):
         return heads[head](read.float())[:, 0].cpu()
 
     @cached_property
-    def _loaded(self) -> tuple[Any, QwenVlReader, Sequence[nn.Sequential], int]:
+    def _loaded(self) -> tuple[PreTrainedModel, QwenVlReader, Sequence[nn.Sequential], int]:
         """Loads the model, what prepares its inputs, the heads, and the id of the token."""
         from transformers import AutoModel
 

@@ -1,9 +1,11 @@
 """A vision-language model in this process: a Qwen2-VL or Qwen2.5-VL of transformers."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +14,19 @@ from flowgrpo_rc.rewards.backbones.checkpoint import (
     checkpoint_source,
     load_pretrained,
 )
-from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, message, plain
-from flowgrpo_rc.rewards.base import batches, check_at_least_one
+from flowgrpo_rc.rewards.backbones.qwen_vl import (
+    Message,
+    QwenVlReader,
+    check_qwen_vl,
+    message,
+    plain,
+)
+from flowgrpo_rc.rewards.base import batches, check_range
 from flowgrpo_rc.rewards.http.client import ServerError
 from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
 
 
 @dataclass(kw_only=True, eq=False)
@@ -31,7 +42,7 @@ class LocalVlm(Vlm):
     def __post_init__(self) -> None:
         self._path = checkpoint_source(self.path, key="path")
         check_qwen_vl(self._path, device=self.device, dtype=self.dtype, batch_size=self.batch_size)
-        check_at_least_one(max_tokens=self.max_tokens)
+        check_range(1, max_tokens=self.max_tokens)
 
     def check(self) -> None:
         """Raises ValueError if the model can be had neither here nor from the Hub."""
@@ -59,7 +70,7 @@ class LocalVlm(Vlm):
         return [Answer(text, cut) for text, cut in zip(texts, is_cut.tolist(), strict=True)]
 
     @cached_property
-    def _loaded(self) -> tuple[Any, QwenVlReader, Any]:
+    def _loaded(self) -> tuple[PreTrainedModel, QwenVlReader, GenerationConfig]:
         """Loads the model, what prepares its inputs, and the settings of its answers."""
         from transformers import AutoModelForImageTextToText, GenerationConfig
 
@@ -79,7 +90,7 @@ class LocalVlm(Vlm):
         return model, reader, settings
 
 
-def _messages(question: Question) -> list[dict[str, Any]]:
+def _messages(question: Question) -> list[Message]:
     messages = [message("user", plain(question.text), pictures=len(question.pictures))]
     for said, reply in question.turns:
         messages += [message("assistant", plain(said)), message("user", plain(reply))]

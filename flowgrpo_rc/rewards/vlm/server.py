@@ -1,10 +1,9 @@
 """A vision-language model behind an OpenAI-compatible endpoint, such as that of vLLM."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import check_at_least_one
+from flowgrpo_rc.rewards.base import check_range
 from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
 from flowgrpo_rc.rewards.http.wire import encode_png
 from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
@@ -28,9 +27,9 @@ class VlmServer(Vlm):
         model: str,
         max_tokens: int = 128,
         concurrency: int = 16,
-        **connection: Any,
+        **connection: object,
     ) -> None:
-        check_at_least_one(max_tokens=max_tokens, concurrency=concurrency)
+        check_range(1, max_tokens=max_tokens, concurrency=concurrency)
         self._model = model
         self._max_tokens = max_tokens
         self._concurrency = concurrency
@@ -43,13 +42,13 @@ class VlmServer(Vlm):
         replies = self._client.post_all(path, bodies, concurrency=self._concurrency)
         return [_answer(reply) for reply in replies]
 
-    def _request(self, question: Question) -> dict[str, Any]:
+    def _request(self, question: Question) -> dict[str, object]:
         urls = [f"data:image/png;base64,{encode_png(picture)}" for picture in question.pictures]
-        content: list[dict[str, Any]] = [
+        content: list[object] = [
             *({"type": "image_url", "image_url": {"url": url}} for url in urls),
             {"type": "text", "text": question.text},
         ]
-        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        messages: list[dict[str, object]] = [{"role": "user", "content": content}]
         for said, reply in question.turns:
             messages.append({"role": "assistant", "content": said})
             messages.append({"role": "user", "content": reply})
@@ -61,7 +60,7 @@ class VlmServer(Vlm):
         }
 
 
-def _answer(reply: Any) -> Answer | ServerError:
+def _answer(reply: object) -> Answer | ServerError:
     """Returns the first choice of a chat completion."""
     match reply:
         case ServerError():
