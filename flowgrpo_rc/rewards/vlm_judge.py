@@ -8,8 +8,8 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import read_picture
 from flowgrpo_rc.plugins import check_choice
 from flowgrpo_rc.rewards.base import Scores, check_range
-from flowgrpo_rc.rewards.vlm.base import Question
 from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, failure_of
+from flowgrpo_rc.rewards.vlm.models import Question
 
 QUESTION = (
     'This was made for the prompt "{prompt}". How well does it show what the prompt says, and how '

@@ -12,8 +12,8 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.base import Scores, target_of
 from flowgrpo_rc.rewards.http.client import ServerError
 from flowgrpo_rc.rewards.ocr import OCR, ocr_scores
-from flowgrpo_rc.rewards.vlm.base import Question
 from flowgrpo_rc.rewards.vlm.judge import AsksVlm
+from flowgrpo_rc.rewards.vlm.models import Question
 
 INSTRUCTION = (
     "Write down the text in this image exactly as it stands there, mistakes included. Answer with "

@@ -11,8 +11,8 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.base import Scores, check_range
-from flowgrpo_rc.rewards.vlm.base import Question
 from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, failure_of
+from flowgrpo_rc.rewards.vlm.models import Question
 
 QUESTION = (
     'Both images were made for the prompt "{prompt}". Which one shows what the prompt says better, '

@@ -159,21 +159,14 @@ class VlmReward(Reward):
 
 
 def _asked(settings: Mapping[str, Any]) -> Asked:
-    match settings:
-        case {
-            "instructions": [str(), *_] as instructions,
-            "token": str(token),
-            "num_pixels": int(num_pixels),
-            **rest,
-        } if all(isinstance(text, str) for text in instructions) and num_pixels > 0 and not rest:
-            for text in instructions:
-                if text.count(PLACE) != 1 or text.count(token) != 1:
-                    raise ValueError(f"each instruction needs {PLACE} and {token} once")
-            return Asked(instructions, token, num_pixels)
-    raise ValueError(
-        "it needs instructions (texts), token (a text), num_pixels (above 0) and nothing else; it "
-        f"has {', '.join(settings)}"
-    )
+    asked = Asked(**settings)
+    for text in asked.instructions:
+        if text.count(PLACE) != 1 or text.count(asked.token) != 1 or asked.num_pixels < 1:
+            raise ValueError(
+                f"each of the instructions needs {PLACE} and {asked.token} once, and num_pixels "
+                "must be above 0"
+            )
+    return asked
 
 
 def _heads(file: Path) -> list[nn.Sequential]:

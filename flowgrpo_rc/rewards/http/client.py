@@ -228,7 +228,7 @@ def _check_url(url: str) -> None:
     address = _URL.fullmatch(url)
     if address is None or int(address["port"] or 0) > MAX_PORT:
         raise ValueError(
-            "url must begin with https:// or, to this machine, http:// and a host; a port from 0 to "
+            "url must begin with https:// or, to this machine, http:// and a host; a port up to "
             f"{MAX_PORT} and a path may follow, but no user, query or fragment: a token goes into "
             "token_env"
         )

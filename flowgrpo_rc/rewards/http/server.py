@@ -72,15 +72,6 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
     def read(content: bytes) -> tuple[Samples, list[Prompt]]:
         return decode(json.loads(content), reward.kind)
 
-    @app.get("/v1/reward", dependencies=[Depends(authorize)])
-    def about() -> dict[str, object]:
-        return {
-            "name": type(reward).__name__,
-            "kind": reward.kind,
-            "part_names": list(reward.part_names),
-            "requires_target": reward.requires_target,
-        }
-
     @app.post(PATH, dependencies=[Depends(authorize)])
     async def score(request: Request) -> dict[str, object]:
         content = await _body(request, max_body_mb)

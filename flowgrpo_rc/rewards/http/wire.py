@@ -116,8 +116,8 @@ def _decoded(kind: str, samples: list[Any]) -> Samples:
         frames = _stack([frame for sample in samples for frame in sample])
         return frames.reshape(len(samples), -1, *frames.shape[1:])
     raise ValueError(
-        f"kind={kind!r} and its samples must be text and strings, image and PNG files in base64, or "
-        "video and lists of such images, all of one length"
+        f"kind={kind!r} and its samples must be text and strings, image and PNG files in base64, "
+        "or video and lists of such images, all of one length"
     )
 
 
@@ -147,7 +147,8 @@ def _prompt(row: object) -> Prompt:
         if not isinstance(value, _PROMPT_TYPES.get(name, ())):
             raise ValueError(
                 "a prompt is an object with text, target, negative_text (strings), index (a whole "
-                f"number), metadata (an object) and images (a list of files), not {name}={value!r:.99}"
+                "number), metadata (an object) and images (a list of files), not "
+                f"{name}={value!r:.99}"
             )
     try:
         files = fields.get("images", [])

@@ -16,9 +16,7 @@ from flowgrpo_rc.plugins import build
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.rewards.base import Reward, check_range, finite_numbers
 from flowgrpo_rc.rewards.http.client import ServerError
-from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
-from flowgrpo_rc.rewards.vlm.local import LocalVlm
-from flowgrpo_rc.rewards.vlm.server import VlmServer
+from flowgrpo_rc.rewards.vlm.models import Answer, LocalVlm, Question, Vlm, VlmServer
 
 LONGEST_ANSWER = 20_000  # characters of an answer that are read, from its end
 LONGEST_QUOTE = 100  # characters of an answer in a message
@@ -62,24 +60,19 @@ class Verdict(NamedTuple):
 class Judge:
     """Asks a model a question of its own about each prompt, whose answer is a number.
 
-    Args:
-      question: what is asked, with the names of `known` in braces where their values should stand.
-      known: among `prompt`, `target`, `low` and `high`.
-      parse: where in an answer the number is. `number`: the last one; 7/10 and "7 out of 10" are
-        7. `regex:PATTERN`: the group of the last match. `json:KEY`: the value of KEY in the last
-        JSON object that has it.
-      low, high: the least and the largest number that count as an answer.
-      attempts: how often a question is asked at most, if its answer cannot be read.
+    `parse` says where in an answer the number is. `number`: the last one; 7/10 and "7 out of 10"
+    are 7. `regex:PATTERN`: the group of the last match. `json:KEY`: the value of KEY in the last
+    JSON object that has it.
     """
 
     vlm: Vlm
-    question: str
-    known: Sequence[str]
+    question: str  # with the names of `known` in braces where their values should stand
+    known: Sequence[str]  # among `prompt`, `target`, `low` and `high`
     _: KW_ONLY
     parse: str
-    low: float
-    high: float
-    attempts: int
+    low: float  # the least number that counts as an answer
+    high: float  # the largest
+    attempts: int  # how often a question is asked at most, if its answer cannot be read
 
     def __post_init__(self) -> None:
         for name in _PLACE.findall(self.question):

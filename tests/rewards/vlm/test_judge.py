@@ -10,8 +10,8 @@ import pytest
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.http.client import ServerError
-from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
 from flowgrpo_rc.rewards.vlm.judge import Judge, failure_of
+from flowgrpo_rc.rewards.vlm.models import Answer, Question, Vlm
 
 QUESTION = Question(pictures=[], text="how good?")
 NAMES = ("prompt", "target", "low", "high")

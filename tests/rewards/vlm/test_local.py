@@ -11,8 +11,7 @@ from support.tiny_vlm import IDS, VOCABULARY, save_vlm
 from transformers import Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from flowgrpo_rc.rewards.vlm.base import Answer, Question
-from flowgrpo_rc.rewards.vlm.local import LocalVlm
+from flowgrpo_rc.rewards.vlm.models import Answer, LocalVlm, Question
 
 IMAGES = np.random.default_rng(1).integers(0, 256, (3, 30, 60, 3), dtype=np.uint8)
 LENGTH = 6
