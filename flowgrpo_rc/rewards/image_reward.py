@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.rewards.aesthetic import linear_head
 from flowgrpo_rc.rewards.backbones.checkpoint import (
-    DTYPES,
     check_loading,
-    check_state,
     converted_folder,
+    load_pretrained,
     load_tokenizer,
-    resolve_device,
 )
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
 
 if TYPE_CHECKING:
     from transformers import CLIPImageProcessorPil, PreTrainedModel, PreTrainedTokenizerBase
+
+    Processors = tuple[CLIPImageProcessorPil, PreTrainedTokenizerBase]
 
 # Mean and standard deviation of the scores of the authors' data.
 MEAN = 0.16717362830052426
@@ -66,7 +66,7 @@ class ImageReward(Reward):
 
     @torch.inference_mode()
     def _score(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
-        vision, text, head, processor, tokenizer = self._loaded
+        vision, text, head, (processor, tokenizer) = self._loaded
         pixels = processor(
             list(images), return_tensors="pt", input_data_format="channels_last"
         ).pixel_values
@@ -87,33 +87,30 @@ class ImageReward(Reward):
         return (head(read.float().cpu()).squeeze(1) - MEAN) / STD
 
     @cached_property
-    def _loaded(
-        self,
-    ) -> tuple[
-        PreTrainedModel,
-        PreTrainedModel,
-        nn.Sequential,
-        CLIPImageProcessorPil,
-        PreTrainedTokenizerBase,
-    ]:
+    def _loaded(self) -> tuple[PreTrainedModel, PreTrainedModel, nn.Sequential, Processors]:
         """Loads both models, the head, the image processor and the tokenizer."""
-        from transformers import BlipConfig, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
+        from transformers import BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
 
-        config = BlipConfig.from_pretrained(self._folder)
-        vision = BlipVisionModel(config.vision_config)
-        text = BlipTextModel(config.text_config, add_pooling_layer=False)
-        backbones = {"vision_model.": vision, "text_encoder.": text}
-        with blaming(f"path={self.path!r}: model.safetensors"):
-            tensors = load_file(self._folder / "model.safetensors")
-            for prefix, module in backbones.items():
-                names = [name for name in tensors if name.startswith(prefix)]
-                stored = {name.removeprefix(prefix): tensors.pop(name) for name in names}
-                check_state(module, stored)
-                module.load_state_dict(stored)
-            head = linear_head(tensors)
-        for module in backbones.values():
-            module.to(resolve_device(self.device), DTYPES[self.dtype]).requires_grad_(False).eval()
-        side = config.vision_config.image_size
+        vision = self._load(BlipVisionModel, "vision_model", "text_encoder")
+        text = self._load(BlipTextModel, "text_encoder", "vision_model", add_pooling_layer=False)
+        file = self._folder / "model.safetensors"
+        with blaming(f"path={self.path!r}: {file.name}"), safe_open(file, framework="pt") as stored:
+            names = [name for name in stored.keys() if name.startswith("layers.")]  # noqa: SIM118
+            head = linear_head({name: stored.get_tensor(name) for name in names})
+        side = vision.config.image_size
         size = {"shortest_edge": side}
         processor = CLIPImageProcessorPil(size=size, crop_size={"height": side, "width": side})
-        return vision, text, head, processor, load_tokenizer(self._folder)
+        return vision, text, head, (processor, load_tokenizer(self._folder))
+
+    def _load(
+        self, cls: type[PreTrainedModel], prefix: str, other: str, **options: object
+    ) -> PreTrainedModel:
+        return load_pretrained(
+            cls,
+            str(self._folder),
+            device=self.device,
+            dtype=self.dtype,
+            spare=rf"^({other}|layers)\.",
+            key_mapping={rf"^{prefix}\.": ""},
+            **options,
+        )

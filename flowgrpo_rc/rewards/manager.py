@@ -414,8 +414,8 @@ def build_terms(config: RewardConfig) -> RewardTerms:
     terms = {name: _build_term(name, term) for name, term in used_terms.items()}
     if not any(term.weight for term in terms.values()):
         raise ValueError(
-            f"reward.terms: {', '.join(terms) or 'none'}: no reward has a weight other than 0; name "
-            "one, such as reward.terms={pickscore: {weight: 1.0}}"
+            f"reward.terms has {', '.join(terms) or 'no reward'}, and needs one of another weight "
+            "than 0, such as reward.terms={pickscore: {weight: 1.0}}"
         )
     check_range(0.0, 1.0, **{"reward.max_failed_fraction": config.max_failed_fraction})
     if config.timeout_s is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
@@ -13,7 +14,7 @@ import torch
 from support.prompts import sums
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Reward, Scores, finite_numbers
 from flowgrpo_rc.rewards.function import give
 from flowgrpo_rc.rewards.groups import Groups
 from flowgrpo_rc.rewards.manager import (
@@ -46,11 +47,8 @@ NOT_A_FUNCTION = 3
     ("options", "message"),
     [
         ({"path": "length"}, "write it as my_package.my_module:name"),
-        ({"path": ":length"}, "write it as"),
-        ({"path": f"{HERE}:"}, "write it as"),
         ({"path": "..relative:score"}, "write it as"),
         ({"path": "no_such_module:score"}, "no module 'no_such_module'; is its folder on PYTHON"),
-        ({"path": f"{HERE}.deeper:score"}, "there is no module"),
         ({"path": "my_reward.py:score"}, "no module .my_reward.py.; write it without .py"),
         ({"path": f"{HERE}:missing"}, "has no function 'missing'"),
         ({"path": f"{HERE}:NOT_A_FUNCTION"}, "has no function 'NOT_A_FUNCTION'"),
@@ -127,10 +125,6 @@ def test_each_reward_gets_what_it_scores():
     rewards = manager.collect([manager.submit(IMAGES, sums("1", "2"), LATENTS)])
     assert rewards.parts["latent"].tolist() == [1.5, 5.5]
     assert rewards.parts["image"].tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match="reward 'latent' scores latents, and there are none"):
-        manager.submit(IMAGES, sums("1", "2"))
-    with pytest.raises(ValueError, match="3 latents but 2 prompts"):
-        manager.submit(IMAGES, sums("1", "2"), torch.zeros(3, 2))
     manager.close()
     assert manager.needs_samples
     assert needs_samples(
@@ -138,9 +132,9 @@ def test_each_reward_gets_what_it_scores():
     )
     alone = RewardConfig(terms={"latent": LATENT})
     manager = RewardManager(alone)
-    found = manager.collect([manager.submit(None, sums("1", "2"), LATENTS)])
+    rewards = manager.collect([manager.submit(None, sums("1", "2"), LATENTS)])
     manager.close()
-    assert found.total.tolist() == [1.5, 5.5]
+    assert rewards.total.tolist() == [1.5, 5.5]
     assert not manager.needs_samples
     assert not needs_samples(build_terms(alone))
 
@@ -163,21 +157,21 @@ NONE = [None, {"f": 0.5}, "0.5", b"1", [0.5], 0.5j, np.complex64(1), 10**400, fl
 
 
 @pytest.mark.parametrize(
-    ("given", "number"),
+    ("returned", "number"),
     [
-        *[(half, 0.5) for half in HALF],
-        *[(one, 1.0) for one in ONE],
-        *[pytest.param(none, None, id=repr(none)[:9]) for none in NONE],
-        *[(several, None) for several in (np.zeros(2), torch.zeros(2), torch.zeros(0))],
+        (HALF, 0.5),
+        (ONE, 1.0),
+        (NONE, None),
+        ([np.zeros(2), torch.zeros(2), torch.zeros(0)], None),
     ],
+    ids=["half", "one", "none", "several"],
 )
-def test_what_a_function_may_return_as_its_number(given, number):
-    terms = {"f": {"_target_": "function", "path": give("f", lambda sample, prompt: given)}}
-    manager = RewardManager(RewardConfig(terms=terms))
-    found = manager.collect([manager.submit(IMAGES, sums("1", "2"))])
-    manager.close()
-    assert found.valid.tolist() == [number is not None] * 2
-    assert number is None or found.total.tolist() == [number] * 2
+def test_what_a_function_may_return_as_its_number(returned, number):
+    terms = {"f": {"_target_": "function", "path": give("f", lambda sample, prompt: sample)}}
+    reward = build_terms(RewardConfig(terms=terms))["f"].reward
+    scores = finite_numbers(reward(returned, sums(*["1"] * len(returned))).values)
+    wanted = [math.nan if number is None else number] * len(returned)
+    assert scores == pytest.approx(wanted, nan_ok=True)
 
 
 class Painter(Reward):
@@ -200,13 +194,14 @@ def look(sample, prompt):
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_a_reward_that_changes_its_samples_changes_them_for_itself(kind):
     """The next reward sees what was sampled, and so does the caller."""
-    painter, own = f"{HERE}.Painter", {"_target_": "function", "path": f"{HERE}:look"}
+    painter = f"{HERE}.Painter"
+    look_at = {"_target_": "function", "path": f"{HERE}:look"}
     terms = {
         "chunk": {"_target_": painter, "kind": kind},
         "group": {"_target_": painter, "kind": kind, "groupwise": True},
         "latent": {"_target_": painter, "kind": "latent"},
-        "look": own,
-        "look_at_latents": own | {"kind": "latent"},
+        "look": look_at,
+        "look_at_latents": look_at | {"kind": "latent"},
     }
     manager = RewardManager(RewardConfig(terms=terms))
     samples = np.zeros((2, 8, 8, 3) if kind == "image" else (2, 3, 8, 8, 3), np.uint8)

@@ -80,7 +80,7 @@ def test_a_judge_that_prefers_a_place_is_found_out() -> None:
 def test_comparisons_without_an_answer_do_not_count() -> None:
     def shy(received: Received) -> str:
         said = {30: "well", 10: "1.5"}
-        return next((said[one] for one in (30, 10) if one in shown(received)), fair(received))
+        return next((said[level] for level in (30, 10) if level in shown(received)), fair(received))
 
     scores, _ = scores_by(shy, attempts=1)
     assert scores.values == pytest.approx([math.nan, math.nan, 0.75, 0.75, 0.0], nan_ok=True)
@@ -88,16 +88,10 @@ def test_comparisons_without_an_answer_do_not_count() -> None:
     assert "no number: 'well'" in scores.failure
 
 
-def test_several_prompts_cannot_be_compared() -> None:
-    reward = VlmPreference(url="http://localhost:1", model="m")
-    with pytest.raises(ValueError, match="samples of several prompts cannot be compared"):
-        reward(IMAGES[:2], [Prompt(text="a", index=0), Prompt(text="a", index=1)])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "a/b", "neighbours": 0}, r"neighbours=0 must be at least 1, or null"),
+        ({"path": "a/b", "neighbours": 0}, r"neighbours=0: give a whole number of at least 1"),
         ({"path": "a/b", "question": "{low}"}, r"\{low\} is unknown; allowed are \{prompt\}, \{ta"),
     ],
 )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -95,29 +95,12 @@ def load_pretrained(
     *,
     device: str,
     dtype: str,
-    spare: str = "$^",
+    **options: Any,
 ) -> PreTrainedModel:
-    """Loads a model of a transformers class for inference; `spare` is that of `load_weights`."""
+    """Loads a model of a transformers class for inference, with options of `load_weights`."""
     where = f"path={path!r}"
-    kind = DTYPES[dtype]
-    model = load_weights(cls, path, where, spare=spare, dtype=kind, trust_remote_code=False)
+    model = load_weights(cls, path, where, dtype=DTYPES[dtype], trust_remote_code=False, **options)
     return model.to(resolve_device(device)).requires_grad_(False).eval()
-
-
-def check_state(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Raises ValueError that names the first tensor which a module lacks, or cannot take."""
-    needed = {name: list(value.shape) for name, value in module.state_dict().items()}
-    shapes = {name: list(value.shape) for name, value in stored.items()}
-    for name in sorted(needed.keys() | shapes.keys()):
-        if needed.get(name) != shapes.get(name) or not _is_finite(stored[name]):
-            raise ValueError(
-                f"{name} is {shapes.get(name, 'missing')} there, and a {type(module).__name__} "
-                f"needs {needed.get(name, 'no such tensor')}, of finite floating point numbers"
-            )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
@@ -128,7 +111,7 @@ def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
     fits = all(weight.ndim == 2 for weight in weights) and all(
         before.shape[0] == after.shape[1] for before, after in pairwise(weights)
     )
-    fits &= all(_is_finite(tensor) for tensor in state.values())
+    fits &= all(t.is_floating_point() and bool(t.isfinite().all()) for t in state.values())
     fits &= len(state) in (len(weights), 2 * len(weights))  # a bias for all or none
     if not weights or not fits:
         shapes = {name: list(tensor.shape) for name, tensor in state.items()}

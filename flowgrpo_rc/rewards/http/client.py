@@ -101,7 +101,7 @@ class JsonClient:
     def post_all(
         self, path: str, bodies: Sequence[Mapping[str, object]], *, concurrency: int = 1
     ) -> list[object]:
-        """Sends requests; returns the answer to each in order, or why it has none, a ServerError."""
+        """Sends requests; returns the answer to each in order, or its ServerError."""
         return asyncio.run(self._post_all(path, bodies, concurrency))
 
     async def _post_all(

@@ -64,6 +64,6 @@ def test_it_says_the_likeliest_words_in_any_batch(folder: Path) -> None:
         for pictures, (first, *said) in asked
     ]
     vlm = LocalVlm(path=str(folder), device="cpu", dtype="fp32", batch_size=3, max_tokens=LENGTH)
-    found = vlm.answer(questions)
-    assert found == [oracle(folder, pictures, turns) for pictures, turns in asked]
-    assert len({answer.text for answer in found}) > 1
+    answers = vlm.answer(questions)
+    assert answers == [oracle(folder, pictures, turns) for pictures, turns in asked]
+    assert len({answer.text for answer in answers}) > 1
