@@ -67,21 +67,6 @@ def test_paths_that_lead_to_no_function(
         build_terms(RewardConfig(terms={"function": options}))
 
 
-def test_the_manager_scores_texts():
-    terms = {
-        "exact_match": {"weight": 2.0},
-        "long": {"_target_": "function", "path": f"{HERE}:length"},
-    }
-    manager = RewardManager(RewardConfig(terms=terms))
-    handles = [manager.submit(["95", ""], sums("95", "1")), manager.submit(("7",), sums("7"))]
-    rewards = manager.collect(handles)
-    manager.close()
-    assert list(rewards.parts) == ["exact_match", "exact_match/contains", "long"]
-    assert rewards.parts["exact_match"].tolist() == [1.0, 0.0, 1.0]
-    assert rewards.total.tolist() == [2 + 2, 0 + 1, 2 + 1]
-    assert rewards.valid.all()
-
-
 FUNCTION = {"_target_": "function", "path": f"{HERE}:length"}
 
 
