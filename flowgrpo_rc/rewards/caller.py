@@ -21,7 +21,8 @@ def users_part(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
     before = ""
     while trace and (name := trace.tb_frame.f_globals.get("__name__", "")).startswith(_BEFORE):
-        trace, before = trace.tb_next, name
+        trace = trace.tb_next
+        before = name
     return trace if before in _LAST_BEFORE else None
 
 

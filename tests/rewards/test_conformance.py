@@ -182,18 +182,18 @@ def test_the_documentation_has_every_key_and_default(name, component, further):
 def test_one_finite_number_for_each_sample_in_any_batch(name, rewards):
     reward = rewards(name)
     samples = samples_of(reward, 4)
-    asked = asked_of(reward, 4)
+    of_samples = asked_of(reward, 4)
     before = samples.copy()
-    scores = reward(samples, asked)
+    scores = reward(samples, of_samples)
     assert np.array_equal(samples, before), "samples are read only"
     assert [math.isfinite(value) for value in scores.values] == [True] * 4
     lengths = {name: len(part) for name, part in scores.parts.items()}
     assert lengths == dict.fromkeys(reward.part_names, 4)
-    reversed_order = reward(samples[::-1], asked[::-1]).values
+    reversed_order = reward(samples[::-1], of_samples[::-1]).values
     assert list(reversed_order)[::-1] == pytest.approx(list(scores.values), abs=2e-5)
-    assert reward(samples[1:3], asked[1:3]) == reward(samples[1:3], asked[1:3])
+    assert reward(samples[1:3], of_samples[1:3]) == reward(samples[1:3], of_samples[1:3])
     if not reward.groupwise:
-        pair = reward(samples[1:3], asked[1:3]).values
+        pair = reward(samples[1:3], of_samples[1:3]).values
         assert list(pair) == pytest.approx(list(scores.values[1:3]), abs=2e-5)
 
 

@@ -47,7 +47,8 @@ def pixels(images: np.ndarray, size: int) -> torch.Tensor:
     for image in images:
         height, width = (int(side * size / min(image.shape[:2])) for side in image.shape[:2])
         resized = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
-        left, top = (width - size) // 2, (height - size) // 2
+        left = (width - size) // 2
+        top = (height - size) // 2
         middle = resized.crop((left, top, left + size, top + size))
         rows.append((np.asarray(middle) / 255 - MEAN) / STD)
     return torch.tensor(np.stack(rows).transpose(0, 3, 1, 2), dtype=torch.float32)

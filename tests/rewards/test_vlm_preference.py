@@ -38,26 +38,26 @@ def share(mine: int, other: int) -> float:
 
 @pytest.mark.parametrize("both_orders", [True, False])
 def test_all_pairs(both_orders: bool) -> None:
-    scores, asked = scores_by(fair, both_orders=both_orders)
+    scores, questions = scores_by(fair, both_orders=both_orders)
     wanted = [
         np.mean([share(mine, other) for j, other in enumerate(LEVELS) if j != i])
         for i, mine in enumerate(LEVELS)
     ]
     assert scores.values == pytest.approx(wanted)
     assert sum(scores.values) == pytest.approx(len(LEVELS) / 2)
-    assert len(asked) == (20 if both_orders else 10)
+    assert len(questions) == (20 if both_orders else 10)
     assert scores.parts == {"unanswered": [0] * 5, "contradicted": [0] * 5}
     assert scores.failure == ""
 
 
 def test_a_ring_of_neighbours_costs_less() -> None:
-    scores, asked = scores_by(fair, neighbours=1, both_orders=False)
+    scores, questions = scores_by(fair, neighbours=1, both_orders=False)
     wanted = [
         (share(mine, LEVELS[i - 1]) + share(mine, LEVELS[(i + 1) % 5])) / 2
         for i, mine in enumerate(LEVELS)
     ]
     assert scores.values == pytest.approx(wanted)
-    assert len(asked) == 5
+    assert len(questions) == 5
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])

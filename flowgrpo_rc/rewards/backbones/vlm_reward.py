@@ -158,15 +158,16 @@ class VlmReward(Reward):
         return model, reader, heads, token_id
 
 
-def _asked(settings: Mapping[str, Any]) -> Asked:
-    asked = Asked(**settings)
-    for text in asked.instructions:
-        if text.count(PLACE) != 1 or text.count(asked.token) != 1 or asked.num_pixels < 1:
+def _asked(fields: Mapping[str, Any]) -> Asked:
+    settings = Asked(**fields)
+    for text in settings.instructions:
+        places = (text.count(PLACE), text.count(settings.token))
+        if places != (1, 1) or settings.num_pixels < 1:
             raise ValueError(
-                f"each of the instructions needs {PLACE} and {asked.token} once, and num_pixels "
+                f"each of the instructions needs {PLACE} and {settings.token} once, and num_pixels "
                 "must be above 0"
             )
-    return asked
+    return settings
 
 
 def _heads(file: Path) -> list[nn.Sequential]:

@@ -79,11 +79,11 @@ def encode_scores(scores: Scores) -> dict[str, object]:
 def decode_scores(answer: object, part_names: Sequence[str], count: int) -> Scores:
     """Reads the scores of `count` samples; null becomes NaN. ValueError for a malformed answer."""
     columns = answer if isinstance(answer, dict) else {}
-    parts = columns.get("parts")
-    parts = parts if isinstance(parts, dict) else {}
+    further = columns.get("parts")
+    further = further if isinstance(further, dict) else {}
     return Scores(
         values=_column("values", columns.get("values"), count),
-        parts={name: _column(f"part {name!r}", parts.get(name), count) for name in part_names},
+        parts={name: _column(f"part {name!r}", further.get(name), count) for name in part_names},
     )
 
 

@@ -58,8 +58,8 @@ class Video(Reward):
         if any(prompt.index == 3 for prompt in prompts):
             raise RuntimeError("broken on purpose")
         first = samples[:, :, 0, 0, 0].astype(float)
-        parts = {"last": first[:, -1].tolist(), "more": first[:, 0]}
-        return Scores(values=[None, *first[1:, 0]], parts=parts)
+        columns = {"last": first[:, -1].tolist(), "more": first[:, 0]}
+        return Scores(values=[None, *first[1:, 0]], parts=columns)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def oracle(folder: Path, pictures: list[np.ndarray], turns: list[str]) -> Answer
 
 def test_it_says_the_likeliest_words_in_any_batch(folder: Path) -> None:
     """The questions of a batch have other lengths, one is shown two pictures, one is repeated."""
-    asked = [
+    conversations = [
         ([IMAGES[0]], ["rate it"]),
         ([IMAGES[1], IMAGES[2, :, :29]], ["two of the dog the cat"]),
         ([IMAGES[2]], ["the cat 1 2 3 4 5 6 7 8 9 the dog"]),
@@ -61,9 +61,9 @@ def test_it_says_the_likeliest_words_in_any_batch(folder: Path) -> None:
     ]
     questions = [
         Question(pictures=pictures, text=first, turns=((said[0], said[1]),) if said else ())
-        for pictures, (first, *said) in asked
+        for pictures, (first, *said) in conversations
     ]
     vlm = LocalVlm(path=str(folder), device="cpu", dtype="fp32", batch_size=3, max_tokens=LENGTH)
     answers = vlm.answer(questions)
-    assert answers == [oracle(folder, pictures, turns) for pictures, turns in asked]
+    assert answers == [oracle(folder, pictures, turns) for pictures, turns in conversations]
     assert len({answer.text for answer in answers}) > 1
