@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.rewards.aesthetic import linear_head
-from flowgrpo_rc.rewards.backbones.checkpoint import (
-    check_loading,
-    converted_folder,
-    load_pretrained,
-    load_tokenizer,
-)
+from flowgrpo_rc.rewards.backbones.checkpoint import LoadsModel, converted_folder, load_tokenizer
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
 
 if TYPE_CHECKING:
@@ -39,7 +34,7 @@ FILES = ("config.json", "model.safetensors", "tokenizer_config.json")
 
 
 @dataclass(kw_only=True, eq=False)
-class ImageReward(Reward):
+class ImageReward(LoadsModel, Reward):
     """ImageReward's score, standardised with its authors' mean and deviation, about -2 to 2.
 
     `path` is the folder that `examples/convert_reward.py image_reward` makes from the published
@@ -49,14 +44,11 @@ class ImageReward(Reward):
 
     num_parameters = 445_278_720  # BLIP with a ViT-L/16
 
-    path: str
-    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
-    dtype: str = "fp32"  # or bf16, fp16
-    batch_size: int = 16  # images in one forward
+    batch_size: int = 16
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._folder = converted_folder(self.path, FILES, "image_reward")
-        check_loading(device=self.device, dtype=self.dtype, batch_size=self.batch_size)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         texts = [prompt.text for prompt in prompts]
@@ -91,8 +83,19 @@ class ImageReward(Reward):
         """Loads both models, the head, the image processor and the tokenizer."""
         from transformers import BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
 
-        vision = self._load(BlipVisionModel, "vision_model", "text_encoder")
-        text = self._load(BlipTextModel, "text_encoder", "vision_model", add_pooling_layer=False)
+        vision = self.load(
+            BlipVisionModel,
+            str(self._folder),
+            spare=r"^(text_encoder|layers)\.",
+            key_mapping={r"^vision_model\.": ""},
+        )
+        text = self.load(
+            BlipTextModel,
+            str(self._folder),
+            spare=r"^(vision_model|layers)\.",
+            key_mapping={r"^text_encoder\.": ""},
+            add_pooling_layer=False,
+        )
         file = self._folder / "model.safetensors"
         with blaming(f"path={self.path!r}: {file.name}"), safe_open(file, framework="pt") as stored:
             names = [name for name in stored.keys() if name.startswith("layers.")]  # noqa: SIM118
@@ -101,16 +104,3 @@ class ImageReward(Reward):
         size = {"shortest_edge": side}
         processor = CLIPImageProcessorPil(size=size, crop_size={"height": side, "width": side})
         return vision, text, head, (processor, load_tokenizer(self._folder))
-
-    def _load(
-        self, cls: type[PreTrainedModel], prefix: str, other: str, **options: object
-    ) -> PreTrainedModel:
-        return load_pretrained(
-            cls,
-            str(self._folder),
-            device=self.device,
-            dtype=self.dtype,
-            spare=rf"^({other}|layers)\.",
-            key_mapping={rf"^{prefix}\.": ""},
-            **options,
-        )

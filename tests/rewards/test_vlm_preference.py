@@ -92,7 +92,7 @@ def test_comparisons_without_an_answer_do_not_count() -> None:
     ("options", "message"),
     [
         ({"path": "a/b", "neighbours": 0}, r"neighbours=0: give a whole number of at least 1"),
-        ({"path": "a/b", "question": "{low}"}, r"\{low\} is unknown; allowed are \{prompt\}, \{ta"),
+        ({"path": "a/b", "question": "{low}"}, r"question: .*'low': allowed are prompt, target"),
     ],
 )
 def test_wrong_options(options: dict[str, object], message: str) -> None:

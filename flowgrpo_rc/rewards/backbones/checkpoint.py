@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,19 +59,35 @@ def converted_folder(path: str, files: Sequence[str], converter: str) -> Path:
     return folder
 
 
-def check_loading(*, device: str, dtype: str, batch_size: int) -> None:
-    """Raises ValueError for a device that is not here, an unknown dtype or no batch."""
-    try:
-        kind = "auto" if device == "auto" else torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r}: give auto, cpu, cuda or cuda:1") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: torch finds no CUDA device; give cpu")
-    check_choice("dtype", dtype, DTYPES)
-    check_range(1, batch_size=batch_size)
+@dataclass(kw_only=True, eq=False)
+class LoadsModel:
+    """Options of a model of transformers, which loads at first use."""
+
+    path: str  # a local folder or a hub id; weights are read from safetensors only
+    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
+    dtype: str = "fp32"  # or bf16, fp16
+    batch_size: int = 32  # samples in one forward
+
+    def __post_init__(self) -> None:
+        try:
+            kind = "auto" if self.device == "auto" else torch.device(self.device).type
+        except RuntimeError as error:
+            raise ValueError(f"device={self.device!r}: give auto, cpu, cuda or cuda:1") from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={self.device!r}: torch finds no CUDA device; give cpu")
+        check_choice("dtype", self.dtype, DTYPES)
+        check_range(1, batch_size=self.batch_size)
+
+    def load(
+        self, cls: type[PreTrainedModel | AutoModel], path: str, **options: Any
+    ) -> PreTrainedModel:
+        """Loads a model for inference, with options of `reading.load_weights`."""
+        options |= {"dtype": DTYPES[self.dtype], "trust_remote_code": False}
+        model = load_weights(cls, path, f"path={path!r}", **options)
+        return model.to(_device(self.device)).requires_grad_(False).eval()
 
 
-def resolve_device(device: str) -> torch.device:
+def _device(device: str) -> torch.device:
     """Returns the torch device. `auto` is the GPU of this process, or the CPU if there is none."""
     if device != "auto":
         return torch.device(device)
@@ -87,20 +104,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
     where = f"path={str(path)!r}"
     return reading.load_tokenizer(AutoTokenizer, str(path), where, trust_remote_code=False)
-
-
-def load_pretrained(
-    cls: type[PreTrainedModel | AutoModel],
-    path: str,
-    *,
-    device: str,
-    dtype: str,
-    **options: Any,
-) -> PreTrainedModel:
-    """Loads a model of a transformers class for inference, with options of `load_weights`."""
-    where = f"path={path!r}"
-    model = load_weights(cls, path, where, dtype=DTYPES[dtype], trust_remote_code=False, **options)
-    return model.to(resolve_device(device)).requires_grad_(False).eval()
 
 
 def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:

@@ -20,10 +20,9 @@ from torch import Tensor
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.backbones.checkpoint import (
     PROCESSOR,
-    check_loading,
+    LoadsModel,
     check_source,
     checkpoint_source,
-    load_pretrained,
     load_tokenizer,
 )
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
@@ -36,23 +35,19 @@ Inputs = TypeVar("Inputs", np.ndarray, list[str])
 
 
 @dataclass(kw_only=True, eq=False)
-class ClipReward(Reward):
+class ClipReward(LoadsModel, Reward):
     """Scores by the cosine of image and prompt in a `CLIPModel`, which loads at first use."""
 
     is_scaled: ClassVar[bool] = False  # by the factor of the model
 
-    path: str  # a local folder or a hub id; weights are read from safetensors only
     processor: str | None = None  # the place of image processor and tokenizer, if not `path`
-    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
-    dtype: str = "fp32"  # or bf16, fp16
-    batch_size: int = 32  # images or texts in one forward
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._path = checkpoint_source(self.path, key="path")
         self._processor = self._path
         if self.processor is not None:
             self._processor = checkpoint_source(self.processor, key="processor")
-        check_loading(device=self.device, dtype=self.dtype, batch_size=self.batch_size)
 
     def check(self) -> None:
         """Raises ValueError if weights or image processor cannot be had; fetches nothing."""
@@ -109,7 +104,7 @@ class ClipReward(Reward):
         from transformers import CLIPImageProcessorPil, CLIPModel
 
         return (
-            load_pretrained(CLIPModel, self._path, device=self.device, dtype=self.dtype),
+            self.load(CLIPModel, self._path),
             CLIPImageProcessorPil.from_pretrained(self._processor),
             load_tokenizer(self._processor),
         )

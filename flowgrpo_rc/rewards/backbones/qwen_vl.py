@@ -12,22 +12,21 @@ import numpy as np
 import torch
 
 from flowgrpo_rc.reading import read_mapping
-from flowgrpo_rc.rewards.backbones.checkpoint import check_loading, load_tokenizer
+from flowgrpo_rc.rewards.backbones.checkpoint import load_tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 Message = Mapping[str, object]
 
 
-def check_qwen_vl(path: str, *, device: str, dtype: str, batch_size: int) -> None:
-    """Raises ValueError if a folder holds another model, or an option is out of range."""
-    if Path(path).is_dir():
-        family = read_mapping(Path(path) / "config.json").get("model_type")
+def check_qwen_vl(folder: Path) -> None:
+    """Raises ValueError if a folder holds another model; what is none is a hub id."""
+    if folder.is_dir():
+        family = read_mapping(folder / "config.json").get("model_type")
         if family not in FAMILIES:
             raise ValueError(
-                f"path={path!r} holds a {family}; allowed are {', '.join(FAMILIES)}. A server can "
-                "serve others: give url and model"
+                f"path={str(folder)!r} holds a {family}; allowed are {', '.join(FAMILIES)}. A "
+                "server can serve others: give url and model"
             )
-    check_loading(device=device, dtype=dtype, batch_size=batch_size)
 
 
 def plain(text: str) -> str:

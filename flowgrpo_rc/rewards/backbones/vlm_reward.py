@@ -26,11 +26,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.reading import blaming, read_mapping
-from flowgrpo_rc.rewards.backbones.checkpoint import (
-    converted_folder,
-    linear_layers,
-    load_pretrained,
-)
+from flowgrpo_rc.rewards.backbones.checkpoint import LoadsModel, converted_folder, linear_layers
 from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, message, plain
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
 
@@ -53,7 +49,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class VlmReward(Reward):
+class VlmReward(LoadsModel, Reward):
     """Scores by a Qwen2-VL or Qwen2.5-VL with such heads: the mean over them. Loads at first use.
 
     `path` is the folder that `examples/convert_reward.py CONVERTER` makes from the published
@@ -62,16 +58,13 @@ class VlmReward(Reward):
 
     converter: ClassVar[str]
 
-    path: str
-    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
-    dtype: str = "bf16"  # or fp32, fp16; of the model, while the heads are fp32
-    batch_size: int = 8  # samples in one forward
+    dtype: str = "bf16"  # of the model, while the heads are fp32
+    batch_size: int = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._folder = converted_folder(self.path, FILES, self.converter)
-        check_qwen_vl(
-            str(self._folder), device=self.device, dtype=self.dtype, batch_size=self.batch_size
-        )
+        check_qwen_vl(self._folder)
         with blaming(f"path={self.path!r}: {ASKED}"):
             self._asked = _asked(read_mapping(self._folder / ASKED))
 
@@ -131,13 +124,7 @@ class VlmReward(Reward):
 
         path = str(self._folder)
         # The heads are read below; the one that writes words is not needed.
-        model = load_pretrained(
-            AutoModel,
-            path,
-            device=self.device,
-            dtype=self.dtype,
-            spare=r"^rm_head|^lm_head\.weight$",
-        )
+        model = self.load(AutoModel, path, spare=r"^rm_head|^lm_head\.weight$")
         reader = QwenVlReader(
             path,
             image_token_id=model.config.image_token_id,

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.plugins import build
+from flowgrpo_rc.plugins import build, check_choice
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.rewards.base import Reward, check_range, finite_numbers
 from flowgrpo_rc.rewards.http.client import ServerError
@@ -76,9 +76,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         for name in _PLACE.findall(self.question):
-            if name not in self.known:
-                allowed = ", ".join(f"{{{known_name}}}" for known_name in self.known)
-                raise ValueError(f"question: {{{name}}} is unknown; allowed are {allowed}")
+            check_choice("question: what stands in braces", name, self.known)
         if not -math.inf < self.low < self.high < math.inf:
             raise ValueError(f"low={self.low!r} and high={self.high!r}: low must be below high")
         check_range(1, attempts=self.attempts)

@@ -10,17 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.backbones.checkpoint import (
-    check_source,
-    checkpoint_source,
-    load_pretrained,
-)
+from flowgrpo_rc.rewards.backbones.checkpoint import LoadsModel, check_source, checkpoint_source
 from flowgrpo_rc.rewards.backbones.qwen_vl import (
     Message,
     QwenVlReader,
@@ -64,18 +61,17 @@ class Vlm(ABC):
 
 
 @dataclass(kw_only=True, eq=False)
-class LocalVlm(Vlm):
+class LocalVlm(LoadsModel, Vlm):
     """A model of this process, which loads at the first question."""
 
-    path: str  # a local folder or a hub id; weights are read from safetensors only
-    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
-    dtype: str = "bf16"  # or fp32, fp16
-    batch_size: int = 8  # questions in one forward
+    dtype: str = "bf16"
+    batch_size: int = 8
     max_tokens: int = 128  # of an answer
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._path = checkpoint_source(self.path, key="path")
-        check_qwen_vl(self._path, device=self.device, dtype=self.dtype, batch_size=self.batch_size)
+        check_qwen_vl(Path(self._path))
         check_range(1, max_tokens=self.max_tokens)
 
     def check(self) -> None:
@@ -108,9 +104,7 @@ class LocalVlm(Vlm):
         """Loads the model, what prepares its inputs, and the settings of its answers."""
         from transformers import AutoModelForImageTextToText, GenerationConfig
 
-        model = load_pretrained(
-            AutoModelForImageTextToText, self._path, device=self.device, dtype=self.dtype
-        )
+        model = self.load(AutoModelForImageTextToText, self._path)
         reader = QwenVlReader(
             self._path, image_token_id=model.config.image_token_id, padding_side="left"
         )

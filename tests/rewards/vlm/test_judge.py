@@ -134,7 +134,7 @@ def test_a_cut_answer_does_not_count() -> None:
         ({"low": 10}, r"low=10 and high=10: low must be below high"),
         ({"high": math.inf}, r"high=inf"),
         ({"attempts": 0}, r"attempts=0: give a whole number of at least 1"),
-        ({"question": "{promt}"}, r"\{promt\} is unknown; allowed are \{prompt\}, \{target\}"),
+        ({"question": "{promt}"}, r"question: .* in braces='promt': allowed are prompt, target"),
     ],
 )
 def test_wrong_options(options: dict[str, object], message: str) -> None:
