@@ -36,16 +36,13 @@ def _token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def manager(url: str, **options: object) -> RewardManager:
-    term = {"url": url, "token_env": "REWARD_TOKEN", **options}
-    return RewardManager(RewardConfig(terms={"remote": term, "jpeg": {}}))
-
-
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_server_fails_its_own_samples_in_little_time(what, caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     with scripted(HOSTILE[what]) as server:
-        rewards = manager(server.url, **(PATIENT if what in SENT_AGAIN else QUICK))
+        limits = PATIENT if what in SENT_AGAIN else QUICK
+        remote = {"url": server.url, "token_env": "REWARD_TOKEN", **limits}
+        rewards = RewardManager(RewardConfig(terms={"remote": remote, "jpeg": {}}))
         start = time.monotonic()
         scored = rewards.collect([rewards.submit(IMAGES, PROMPTS)])
         seconds = time.monotonic() - start
