@@ -78,8 +78,8 @@ def test_a_failing_import_inside_a_plug_in_is_shown_as_it_is(tmp_path, monkeypat
     [
         (Jpeg, {"qualty": 3}, r"\.qualty: unknown option \(did you mean 'quality'\?\); allowed: o"),
         (Jpeg, {"objective": "small"}, r": objective='small': allowed are compressibility, incom"),
-        (Jpeg, {"quality": 0}, r": quality=0 is not between 1 and 95"),
-        (Jpeg, {"quality": "high"}, r": quality='high' is not between 1 and 95"),
+        (Jpeg, {"quality": 0}, r": quality=0: give a whole number from 1 to 95"),
+        (Jpeg, {"quality": "high"}, r": quality='high': give a whole number"),
         (Constant, {}, r": Constant needs the option value"),
     ],
 )

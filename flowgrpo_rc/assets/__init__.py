@@ -1,6 +1,6 @@
 """Files that ship with the package: tiny checkpoints, their prompts, and suites."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +35,12 @@ def with_references(tree: Any) -> Any:
     Returns:
       A copy. Other paths stay as they are, those of files beside the assets included.
     """
-    return _mapped(tree, _reference)
-
-
-def _reference(text: str) -> str:
-    name = text.removeprefix(f"{ROOT}/")
-    return f"${{asset:{name}}}" if name != text and name in _bundled() else text
-
-
-def _mapped(tree: Any, change: Callable[[str], str]) -> Any:
     if isinstance(tree, Mapping):
-        return {key: _mapped(value, change) for key, value in tree.items()}
+        return {key: with_references(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_mapped(value, change) for value in tree]
-    return change(tree) if isinstance(tree, str) else tree
+        return [with_references(value) for value in tree]
+    name = tree.removeprefix(f"{ROOT}/") if isinstance(tree, str) else tree
+    return f"${{asset:{name}}}" if name != tree and name in _bundled() else tree
 
 
 def _bundled() -> list[str]:

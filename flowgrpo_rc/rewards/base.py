@@ -4,6 +4,7 @@ Shapes: N samples, F frames of a video, H x W pixels.
 """
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class Scores:
     failure: str = ""
 
 
-def finite_numbers(values: Sequence[Any] | np.ndarray | Tensor) -> list[float]:
+def finite_numbers(values: object) -> list[float]:
     """Returns the numbers of a reward as floats; None and what is not finite become NaN.
 
     A number is one of Python, or a scalar, array or tensor of NumPy or torch that holds just one.
@@ -50,7 +51,7 @@ def finite_numbers(values: Sequence[Any] | np.ndarray | Tensor) -> list[float]:
     return [_number(value) for value in listed]
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, (np.ndarray, np.generic, Tensor)) and math.prod(value.shape) == 1:
         value = value.item()
     try:
@@ -60,11 +61,19 @@ def _number(value: Any) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def check_at_least_one(**options: int) -> None:
-    """Raises ValueError for an option below 1."""
+def check_range(least: float, most: float = math.inf, **options: object) -> None:
+    """Raises ValueError for an option that is no finite number from `least` to `most`.
+
+    If `least` is a whole number, the options have to be, too.
+    """
+    kinds = (int,) if isinstance(least, int) else (int, float)
     for name, value in options.items():
-        if value < 1:
-            raise ValueError(f"{name}={value!r} must be at least 1")
+        if not isinstance(value, kinds) or not least <= value <= min(most, sys.float_info.max):
+            kind = "a number" if float in kinds else "a whole number"
+            allowed = (
+                f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            )
+            raise ValueError(f"{name}={value!r}: give {kind} {allowed}")
 
 
 def batches(count: int, size: int) -> list[slice]:

@@ -7,8 +7,9 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from queue import SimpleQueue
 from threading import Lock, Thread
 from types import TracebackType
-from typing import Any
+from typing import Generic, TypeVar
 
+Result = TypeVar("Result")
 FIRST = 3  # how much longer the first call may take
 # Where the frames of a call begin, and which of them are the last before code of the user.
 _BEFORE = ("flowgrpo_rc.", "concurrent.")
@@ -20,11 +21,12 @@ def users_part(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
     before = ""
     while trace and (name := trace.tb_frame.f_globals.get("__name__", "")).startswith(_BEFORE):
-        trace, before = trace.tb_next, name
+        trace = trace.tb_next
+        before = name
     return trace if before in _LAST_BEFORE else None
 
 
-class Caller:
+class Caller(Generic[Result]):
     """Calls a function in one thread, one call at a time and none for longer than a limit.
 
     The first call, in which a reward may fetch and load its model, has three times as long.
@@ -37,18 +39,20 @@ class Caller:
     `timeout_s` is None for no limit; `name` is that of the thread.
     """
 
-    def __init__(self, function: Callable[..., Any], timeout_s: float | None, *, name: str) -> None:
+    def __init__(
+        self, function: Callable[..., Result], timeout_s: float | None, *, name: str
+    ) -> None:
         self._function = function
         self._timeout_s = timeout_s
         self._returned = False
         self._turn = Lock()  # held as long as somebody waits for a call
-        self._calls: SimpleQueue[tuple[Future[Any], tuple[Any, ...]] | None] = SimpleQueue()
-        self._given_up: Future[Any] | None = None
-        self._closed: Future[None] = Future()
+        self._calls: SimpleQueue[tuple[Future[Result], tuple[object, ...]] | None] = SimpleQueue()
+        self._given_up: Future[Result] | None = None
+        self._closed: Future[Result] = Future()
         self._thread = Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> Result:
         """Calls the function and returns its result, or raises what it raises.
 
         Raises:
@@ -61,17 +65,16 @@ class Caller:
                     "an earlier call, which was given up after "
                     f"reward.timeout_s={self._timeout_s:g}, has not returned yet"
                 )
-            answer: Future[Any] = Future()
+            answer: Future[Result] = Future()
             self._calls.put((answer, arguments))
             limit_s = self._timeout_s
             if limit_s is not None and not self._returned:
                 limit_s *= FIRST
             wait([answer, self._closed], limit_s, FIRST_COMPLETED)
-            if answer.done():
-                self._returned = True
-                return answer.result()
-            if self._closed.done():
-                raise CancelledError
+            for ended in (answer, self._closed):
+                if ended.done():
+                    self._returned = True
+                    return ended.result()
             self._given_up = answer
             late = TimeoutError(f"the call took longer than reward.timeout_s={self._timeout_s:g}")
             frame = sys._current_frames().get(self._thread.ident or 0)
@@ -84,7 +87,7 @@ class Caller:
         After `patience_s` seconds the call ends with CancelledError.
         """
         ended = self._turn.acquire(timeout=patience_s)
-        self._closed.set_result(None)
+        self._closed.set_exception(CancelledError())
         self._calls.put(None)
         if ended:
             self._turn.release()

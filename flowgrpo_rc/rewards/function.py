@@ -70,24 +70,30 @@ class Function(Reward):
         self._arguments([None], [prompt])
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
+        if self._at_once:
+            return Scores(values=self._call(samples, prompts))
         pairs = zip(samples, prompts, strict=True)
-        once = [(samples, prompts)] if self._at_once else [([s], [p]) for s, p in pairs]
-        calls = [self._arguments(*call_samples) for call_samples in once]
-        scores = [self.score(*call.args, **call.kwargs) for call in calls]
-        return Scores(values=scores[0] if self._at_once else scores)
+        return Scores(values=[self._call([sample], [prompt]) for sample, prompt in pairs])
 
-    def _arguments(self, samples: Any, prompts: Sequence[Prompt]) -> inspect.BoundArguments:
+    def _call(self, samples: Sequence[object], prompts: Sequence[Prompt]) -> Any:
+        arguments = self._arguments(samples, prompts)
+        return self.score(*arguments.args, **arguments.kwargs)
+
+    def _arguments(
+        self, samples: Sequence[object], prompts: Sequence[Prompt]
+    ) -> inspect.BoundArguments:
         """Returns what one call gets: for all samples, or for the only one."""
         rows = [_columns(prompt) for prompt in prompts]
-        columns: dict[str, Any] = rows[0]
-        values: dict[str, Any] = {"prompt": prompts[0], self._sample: samples[0]}
+        columns: dict[str, object] = rows[0]
+        values: dict[str, object] = {"prompt": prompts[0], self._sample: samples[0]}
         if self._at_once:
             columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
             said = [list(prompt.messages) or prompt.text for prompt in prompts]
             if self._sample == "completions":
-                answers = [[{"role": "assistant", "content": sample}] for sample in samples]
-                pairs = zip(answers, samples, prompts, strict=True)
-                samples = [answer if p.messages else sample for answer, sample, p in pairs]
+                samples = [
+                    [{"role": "assistant", "content": sample}] if prompt.messages else sample
+                    for sample, prompt in zip(samples, prompts, strict=True)
+                ]
             values = {"prompts": said, self._sample: samples}
         elif self._second is not None:
             is_column = self._second in columns
@@ -140,7 +146,7 @@ def _given_at(path: str) -> Score:
     return _given[name]
 
 
-def _columns(prompt: Prompt) -> dict[str, Any]:
+def _columns(prompt: Prompt) -> dict[str, object]:
     return {**prompt.metadata, **({} if prompt.target is None else {"target": prompt.target})}
 
 

@@ -14,13 +14,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import Reward, Scores, batches, check_at_least_one, prompt_name
+from flowgrpo_rc.rewards.base import Reward, Scores, batches, check_range, prompt_name
 from flowgrpo_rc.rewards.http.client import JsonClient
 from flowgrpo_rc.rewards.http.wire import encode_png
 
@@ -58,8 +57,8 @@ class GenEval(Reward):
 
     part_names = ("strict",)
 
-    def __init__(self, *, url: str, batch_size: int = 16, **connection: Any) -> None:
-        check_at_least_one(batch_size=batch_size)
+    def __init__(self, *, url: str, batch_size: int = 16, **connection: object) -> None:
+        check_range(1, batch_size=batch_size)
         self._batch_size = batch_size
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
@@ -175,7 +174,7 @@ def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
     return include, [_wish(row, where, excluded=True) for row in unwanted]
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: object) -> object:
     """Returns what a text holds as JSON, since columns of parquet hold no mixed lists."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -183,7 +182,7 @@ def _unpacked(value: Any) -> Any:
         return value
 
 
-def _wish(row: Any, where: str, *, excluded: bool) -> Wish:
+def _wish(row: object, where: str, *, excluded: bool) -> Wish:
     row = _unpacked(row)
     if isinstance(row, Mapping):
         values = {name: value for name, value in row.items() if value is not None}
@@ -204,7 +203,7 @@ def _wish(row: Any, where: str, *, excluded: bool) -> Wish:
     )
 
 
-def _objects(answer: Any, count: int) -> list[list[Found]]:
+def _objects(answer: object, count: int) -> list[list[Found]]:
     """Returns the objects of each of `count` images. ValueError for an answer that is none."""
     match answer:
         case {"objects": [*images]} if len(images) == count:
@@ -212,11 +211,11 @@ def _objects(answer: Any, count: int) -> list[list[Found]]:
     raise ValueError(f"the answer has no objects of {count} images")
 
 
-def _found(row: Any) -> Found:
+def _found(row: object) -> Found:
     match row:
-        case {"class": str(name), "box": [_, _, _, _] as box} if all(
+        case {"class": str(name), "box": [_, _, _, _] as box, **further} if all(
             type(side) in (int, float) for side in box
         ):
-            color = row.get("color")
+            color = further.get("color")
             return Found(name=name, box=tuple(box), color=color if isinstance(color, str) else None)
     raise ValueError("an object of the answer has no class or no box of four numbers")

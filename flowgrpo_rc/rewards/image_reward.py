@@ -3,28 +3,28 @@
 Reference: ImageReward, https://arxiv.org/abs/2304.05977.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.rewards.aesthetic import linear_head
-from flowgrpo_rc.rewards.backbones.checkpoint import (
-    DTYPES,
-    check_loading,
-    check_state,
-    converted_folder,
-    load_tokenizer,
-    resolve_device,
-)
+from flowgrpo_rc.rewards.backbones.checkpoint import LoadsModel, converted_folder, load_tokenizer
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
+
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessorPil, PreTrainedModel, PreTrainedTokenizerBase
+
+    Processors = tuple[CLIPImageProcessorPil, PreTrainedTokenizerBase]
 
 # Mean and standard deviation of the scores of the authors' data.
 MEAN = 0.16717362830052426
@@ -34,7 +34,7 @@ FILES = ("config.json", "model.safetensors", "tokenizer_config.json")
 
 
 @dataclass(kw_only=True, eq=False)
-class ImageReward(Reward):
+class ImageReward(LoadsModel, Reward):
     """ImageReward's score, standardised with its authors' mean and deviation, about -2 to 2.
 
     `path` is the folder that `examples/convert_reward.py image_reward` makes from the published
@@ -44,14 +44,11 @@ class ImageReward(Reward):
 
     num_parameters = 445_278_720  # BLIP with a ViT-L/16
 
-    path: str
-    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
-    dtype: str = "fp32"  # or bf16, fp16
-    batch_size: int = 16  # images in one forward
+    batch_size: int = 16
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._folder = converted_folder(self.path, FILES, "image_reward")
-        check_loading(device=self.device, dtype=self.dtype, batch_size=self.batch_size)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         texts = [prompt.text for prompt in prompts]
@@ -61,7 +58,7 @@ class ImageReward(Reward):
 
     @torch.inference_mode()
     def _score(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
-        vision, text, head, processor, tokenizer = self._loaded
+        vision, text, head, (processor, tokenizer) = self._loaded
         pixels = processor(
             list(images), return_tensors="pt", input_data_format="channels_last"
         ).pixel_values
@@ -82,25 +79,28 @@ class ImageReward(Reward):
         return (head(read.float().cpu()).squeeze(1) - MEAN) / STD
 
     @cached_property
-    def _loaded(self) -> tuple[Any, Any, nn.Sequential, Any, Any]:
+    def _loaded(self) -> tuple[PreTrainedModel, PreTrainedModel, nn.Sequential, Processors]:
         """Loads both models, the head, the image processor and the tokenizer."""
-        from transformers import BlipConfig, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
+        from transformers import BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
 
-        config = BlipConfig.from_pretrained(self._folder)
-        vision = BlipVisionModel(config.vision_config)
-        text = BlipTextModel(config.text_config, add_pooling_layer=False)
-        backbones = {"vision_model.": vision, "text_encoder.": text}
-        with blaming(f"path={self.path!r}: model.safetensors"):
-            tensors = load_file(self._folder / "model.safetensors")
-            for prefix, module in backbones.items():
-                names = [name for name in tensors if name.startswith(prefix)]
-                stored = {name.removeprefix(prefix): tensors.pop(name) for name in names}
-                check_state(module, stored)
-                module.load_state_dict(stored)
-            head = linear_head(tensors)
-        for module in backbones.values():
-            module.to(resolve_device(self.device), DTYPES[self.dtype]).requires_grad_(False).eval()
-        side = config.vision_config.image_size
+        vision = self.load(
+            BlipVisionModel,
+            str(self._folder),
+            spare=r"^(text_encoder|layers)\.",
+            key_mapping={r"^vision_model\.": ""},
+        )
+        text = self.load(
+            BlipTextModel,
+            str(self._folder),
+            spare=r"^(vision_model|layers)\.",
+            key_mapping={r"^text_encoder\.": ""},
+            add_pooling_layer=False,
+        )
+        file = self._folder / "model.safetensors"
+        with blaming(f"path={self.path!r}: {file.name}"), safe_open(file, framework="pt") as stored:
+            names = [name for name in stored.keys() if name.startswith("layers.")]  # noqa: SIM118
+            head = linear_head({name: stored.get_tensor(name) for name in names})
+        side = vision.config.image_size
         size = {"shortest_edge": side}
         processor = CLIPImageProcessorPil(size=size, crop_size={"height": side, "width": side})
-        return vision, text, head, processor, load_tokenizer(self._folder)
+        return vision, text, head, (processor, load_tokenizer(self._folder))

@@ -12,7 +12,7 @@ from PIL import Image
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import check_choice
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Reward, Scores, check_range
 
 SIGNS = {"compressibility": -1.0, "incompressibility": 1.0}
 
@@ -29,8 +29,7 @@ class Jpeg(Reward):
 
     def __post_init__(self) -> None:
         check_choice("objective", self.objective, SIGNS)
-        if self.quality not in range(1, 96):
-            raise ValueError(f"quality={self.quality!r} is not between 1 and 95")
+        check_range(1, 95, quality=self.quality)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         return Scores(values=[SIGNS[self.objective] * self._kilobytes(image) for image in samples])

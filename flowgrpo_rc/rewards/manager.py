@@ -25,7 +25,15 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, check_choice, check_options, load_class
-from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers, prompt_name
+from flowgrpo_rc.rewards.base import (
+    KINDS,
+    Reward,
+    Samples,
+    Scores,
+    check_range,
+    finite_numbers,
+    prompt_name,
+)
 from flowgrpo_rc.rewards.caller import Caller, users_part
 from flowgrpo_rc.rewards.function import Function
 from flowgrpo_rc.rewards.groups import Groups, Member, whole_groups
@@ -128,20 +136,14 @@ def check_prompts(
                 faults[prompt.index] = error
         if faults:
             where = places()
-            first, *further_faults = faults
+            first, *others = faults
             file = f"{where[first].rpartition(', ')[0]}, "
-            listed = ", ".join(
-                where[index].removeprefix(file) for index in further_faults[:_MOST_LISTED]
-            )
-            listed += ", ..." if len(further_faults) > _MOST_LISTED else ""
-            more = (
-                f"; {len(further_faults)} more of {len(prompts)} prompts: {listed}"
-                if further_faults
-                else ""
-            )
-            raise ValueError(
-                f"{where[first]}: reward.terms.{name}: {faults[first]}{more}"
-            ) from faults[first]
+            message = f"{where[first]}: reward.terms.{name}: {faults[first]}"
+            if others:
+                lines = [where[index].removeprefix(file) for index in others[:_MOST_LISTED]]
+                lines += ["..."] * (len(others) > _MOST_LISTED)
+                message += f"; {len(others)} more of {len(prompts)} prompts: {', '.join(lines)}"
+            raise ValueError(message) from faults[first]
 
 
 def codes(terms: RewardTerms) -> dict[str, object]:
@@ -232,18 +234,12 @@ class RewardManager:
             all rewards score latents.
           latents: what the samples were decoded from, [N, ...]; None if no reward scores it.
         """
-        _check_samples(samples)
-        for what, rows in (("samples", samples), ("latents", latents)):
-            if rows is not None and len(rows) != len(prompts):
-                raise ValueError(f"{len(rows)} {what} but {len(prompts)} prompts")
+        _check_samples(samples, len(prompts))
         futures = {}
         members = {}
         for name, term in self._terms.items():
-            latent = term.reward.kind == "latent"
-            scored = latents if latent else samples
-            if scored is None:
-                kind = "latents" if latent else "samples"
-                raise ValueError(f"reward {name!r} scores {kind}, and there are none")
+            scored = latents if term.reward.kind == "latent" else samples
+            assert scored is not None, f"{name} has nothing to score"
             if not term.reward.groupwise:
                 futures[name] = self._executor.submit(self._score, name, scored, prompts)
             elif groups is not None:
@@ -278,11 +274,10 @@ class RewardManager:
         weighted = [
             weight * columns[name] for name, weight in self.weights.items() if name in columns
         ]
+        total = _nothing(sum(handle.num_samples for handle in handles))
         if weighted:
             total = torch.stack(weighted).sum(0)
-            return Rewards(total=total, valid=total.isfinite(), parts=columns)
-        total = _nothing(sum(handle.num_samples for handle in handles))
-        return Rewards(total=total, valid=total.isnan(), parts=columns)
+        return Rewards(total=total, valid=total.isfinite() | (not weighted), parts=columns)
 
     def first(self, handles: Sequence[RewardHandle], count: int) -> Rewards:
         """Waits for the chunks of the first `count` samples; the others are not valid yet.
@@ -371,18 +366,20 @@ def _nothing(count: int) -> Tensor:
     return torch.full((count,), math.nan, dtype=torch.float64)
 
 
-def _check_samples(samples: Samples | None) -> None:
+def _check_samples(samples: Samples | None, count: int) -> None:
+    """Raises ValueError for samples that an engine should not make."""
+    if samples is None:
+        return
     if isinstance(samples, np.ndarray):
         good = samples.dtype == np.uint8 and samples.ndim in (4, 5) and samples.shape[-1] == 3
         form = f"{list(samples.shape)} {samples.dtype}"
     else:
-        texts = samples or ()
-        good = not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
-        form = type(samples).__name__
-    if not good:
+        good = not isinstance(samples, str) and all(isinstance(text, str) for text in samples)
+        form = f"a {type(samples).__name__} of {len(samples)}"
+    if not good or len(samples) != count:
         raise ValueError(
-            "samples must be images [N, H, W, 3] uint8, videos [N, F, H, W, 3] uint8 or a list of "
-            f"texts, got {form}"
+            f"the samples of {count} prompts must be images [N, H, W, 3] uint8, videos "
+            f"[N, F, H, W, 3] uint8 or a list of texts, not {form}"
         )
 
 
@@ -391,6 +388,7 @@ class _NotFinite(ValueError):
 
 
 def _checked(scores: object, term: Term, prompts: Sequence[Prompt]) -> _Outcome:
+    """Returns the columns of what a reward returned; TypeError or ValueError for anything else."""
     part_names = term.reward.part_names
     if not isinstance(scores, Scores):
         raise TypeError(f"it returned {type(scores).__name__} instead of Scores")
@@ -414,20 +412,14 @@ def build_terms(config: RewardConfig) -> RewardTerms:
     """Builds the rewards, or raises ValueError that names the key. Loads no model."""
     used_terms = {str(name): term for name, term in config.terms.items() if term is not None}
     terms = {name: _build_term(name, term) for name, term in used_terms.items()}
-    if not terms:
-        raise ValueError(
-            "reward.terms is empty: name a reward, such as reward.terms={pickscore: {weight: 1.0}}"
-        )
     if not any(term.weight for term in terms.values()):
-        raise ValueError("reward.terms: every weight is 0, so there is nothing to optimize")
-    if not 0.0 <= config.max_failed_fraction <= 1.0:
         raise ValueError(
-            f"reward.max_failed_fraction={config.max_failed_fraction} must be between 0 and 1"
+            f"reward.terms has {', '.join(terms) or 'no reward'}, and needs one of another weight "
+            "than 0, such as reward.terms={pickscore: {weight: 1.0}}"
         )
-    if config.timeout_s is not None and not 0 < config.timeout_s < math.inf:
-        raise ValueError(
-            f"reward.timeout_s={config.timeout_s}: give a number of seconds above 0, or null"
-        )
+    check_range(0.0, 1.0, **{"reward.max_failed_fraction": config.max_failed_fraction})
+    if config.timeout_s is not None:
+        check_range(1e-3, **{"reward.timeout_s": config.timeout_s})
     return terms
 
 

@@ -23,7 +23,7 @@ from rapidfuzz.distance import Levenshtein
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import check_choice, install_hint
-from flowgrpo_rc.rewards.base import Reward, Scores, check_at_least_one, target_of
+from flowgrpo_rc.rewards.base import Reward, Scores, check_range, target_of
 
 if TYPE_CHECKING:
     from rapidocr import RapidOCR
@@ -139,7 +139,7 @@ class OCR(Reward):
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, ENGINES)
         check_choice("detection", self.detection, DETECTION)
-        check_at_least_one(threads=self.threads, batch_size=self.batch_size)
+        check_range(1, threads=self.threads, batch_size=self.batch_size)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         return ocr_scores(self.read(samples), prompts)

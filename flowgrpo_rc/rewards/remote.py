@@ -5,11 +5,10 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import Reward, Scores, batches, check_at_least_one
+from flowgrpo_rc.rewards.base import Reward, Samples, Scores, batches, check_range
 from flowgrpo_rc.rewards.http.client import JsonClient
 from flowgrpo_rc.rewards.http.wire import PATH, decode_scores, encode
 
@@ -36,9 +35,9 @@ class Remote(Reward):
         requires_target: bool = False,
         batch_size: int = 16,
         concurrency: int = 1,
-        **connection: Any,
+        **connection: object,
     ) -> None:
-        check_at_least_one(batch_size=batch_size, concurrency=concurrency)
+        check_range(1, batch_size=batch_size, concurrency=concurrency)
         if isinstance(part_names, str):
             raise ValueError(f"part_names={part_names!r}: give a list, such as [{part_names}]")
         self.part_names = tuple(part_names)
@@ -55,7 +54,7 @@ class Remote(Reward):
             remedy = "drop that column, or make it text"
             raise ValueError(f"its metadata cannot be sent as JSON: {error}: {remedy}") from error
 
-    def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
+    def __call__(self, samples: Samples, prompts: Sequence[Prompt]) -> Scores:
         chunks = batches(len(prompts), self._batch_size)
         bodies = [encode(samples[chunk], prompts[chunk]) for chunk in chunks]
         answers = self._client.post_each(PATH, bodies, concurrency=self._concurrency)

@@ -1,16 +1,15 @@
 """A reward for what a vision-language model answers to a question about an image or a video."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import read_picture
 from flowgrpo_rc.plugins import check_choice
-from flowgrpo_rc.rewards.base import Scores, check_at_least_one
-from flowgrpo_rc.rewards.vlm.base import Question
+from flowgrpo_rc.rewards.base import Scores, check_range
 from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, failure_of
+from flowgrpo_rc.rewards.vlm.models import Question
 
 QUESTION = (
     'This was made for the prompt "{prompt}". How well does it show what the prompt says, and how '
@@ -54,7 +53,7 @@ class VlmJudge(AsksVlm):
         kind: str = "image",
         every: int | None = None,
         source: bool = False,
-        **vlm: Any,
+        **vlm: object,
     ) -> None:
         check_choice("kind", kind, KINDS)
         if kind == "image" and every is not None:
@@ -63,7 +62,7 @@ class VlmJudge(AsksVlm):
         self.requires_images = source
         self.requires_target = "{target}" in question
         self._every = EVERY if every is None else every
-        check_at_least_one(every=self._every)
+        check_range(1, every=self._every)
         self._low = low
         self._high = high
         super().__init__(vlm)

@@ -5,7 +5,6 @@ endpoint, for instance `vllm serve Qwen/Qwen2.5-VL-7B-Instruct`, or is one of th
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,8 +12,8 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.base import Scores, target_of
 from flowgrpo_rc.rewards.http.client import ServerError
 from flowgrpo_rc.rewards.ocr import OCR, ocr_scores
-from flowgrpo_rc.rewards.vlm.base import Question
 from flowgrpo_rc.rewards.vlm.judge import AsksVlm
+from flowgrpo_rc.rewards.vlm.models import Question
 
 INSTRUCTION = (
     "Write down the text in this image exactly as it stands there, mistakes included. Answer with "
@@ -25,7 +24,7 @@ INSTRUCTION = (
 class VlmOCR(AsksVlm):
     """The `ocr_score` of what the model reads, with the parts of the `ocr` reward.
 
-    An image without an answer has no score; a ServerError is raised if none has one.
+    An image without an answer has no score.
 
     Args:
       instruction: what the model is told to do.
@@ -35,7 +34,7 @@ class VlmOCR(AsksVlm):
     part_names = OCR.part_names
     requires_target = True
 
-    def __init__(self, *, instruction: str = INSTRUCTION, **vlm: Any) -> None:
+    def __init__(self, *, instruction: str = INSTRUCTION, **vlm: object) -> None:
         super().__init__(vlm)
         self._instruction = instruction
 
@@ -49,16 +48,13 @@ class VlmOCR(AsksVlm):
         for prompt in prompts:  # before the model is asked
             target_of(prompt)
         questions = [Question(pictures=[image], text=self._instruction) for image in samples]
-        texts: list[str | None] = []
-        failures = []
-        for answer in self._vlm.answer(questions):
-            if isinstance(answer, ServerError):
-                failures.append(answer)
-                texts.append(None)
-            else:  # several lines are one text, as with `ocr`
-                texts.append("".join(answer.text.split()))
-        if len(failures) == len(texts):
-            raise failures[0]
+        answers = self._vlm.answer(questions)
+        # Several lines are one text, as with `ocr`.
+        texts = [
+            None if isinstance(answer, ServerError) else "".join(answer.text.split())
+            for answer in answers
+        ]
+        failures = [answer for answer in answers if isinstance(answer, ServerError)]
         failure = ""
         if failures:
             failure = f"{len(failures)} of {len(texts)} images have no answer: {failures[0]}"

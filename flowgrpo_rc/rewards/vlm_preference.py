@@ -6,14 +6,13 @@ https://arxiv.org/abs/2508.20751.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Scores
-from flowgrpo_rc.rewards.vlm.base import Question
+from flowgrpo_rc.rewards.base import Scores, check_range
 from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, failure_of
+from flowgrpo_rc.rewards.vlm.models import Question
 
 QUESTION = (
     'Both images were made for the prompt "{prompt}". Which one shows what the prompt says better, '
@@ -56,10 +55,10 @@ class VlmPreference(AsksVlm):
         attempts: int = 2,
         neighbours: int | None = None,
         both_orders: bool = True,
-        **vlm: Any,
+        **vlm: object,
     ) -> None:
-        if neighbours is not None and neighbours < 1:
-            raise ValueError(f"{neighbours=} must be at least 1, or null for all pairs")
+        if neighbours is not None:
+            check_range(1, neighbours=neighbours)
         self.requires_target = "{target}" in question
         self._neighbours = neighbours
         self._both_orders = both_orders
@@ -69,8 +68,6 @@ class VlmPreference(AsksVlm):
         )
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        if len({prompt.index for prompt in prompts}) != 1:
-            raise ValueError("samples of several prompts cannot be compared; give one group")
         text = self._judge.text(prompts[0])
         pairs = pairs_of(len(samples), self._neighbours)
         ordered_pairs = [*pairs, *[(j, i) for i, j in pairs]] if self._both_orders else pairs

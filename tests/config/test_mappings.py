@@ -43,7 +43,9 @@ def test_a_mapping_of_rewards_replaces_those_of_the_file(
 
 
 def test_no_rewards_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"reward\.terms is empty: .*reward\.terms=\{pickscore"):
+    with pytest.raises(
+        ValueError, match=r"reward\.terms has no reward, .*reward\.terms=\{pickscore"
+    ):
         terms("reward.terms={}")
 
 

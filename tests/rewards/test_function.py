@@ -1,11 +1,15 @@
-"""A user's function as a reward, and the reward manager on texts."""
+"""A user's function as a reward: what it gets, what it may return, and what the manager does."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +17,15 @@ import torch
 from support.prompts import sums
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.function import give
+from flowgrpo_rc.rewards.base import Reward, Scores, finite_numbers
+from flowgrpo_rc.rewards.function import Function, give
 from flowgrpo_rc.rewards.groups import Groups
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     RewardManager,
     build_terms,
     check_kind,
+    check_prompts,
     needs_samples,
 )
 
@@ -46,11 +51,8 @@ NOT_A_FUNCTION = 3
     ("options", "message"),
     [
         ({"path": "length"}, "write it as my_package.my_module:name"),
-        ({"path": ":length"}, "write it as"),
-        ({"path": f"{HERE}:"}, "write it as"),
         ({"path": "..relative:score"}, "write it as"),
         ({"path": "no_such_module:score"}, "no module 'no_such_module'; is its folder on PYTHON"),
-        ({"path": f"{HERE}.deeper:score"}, "there is no module"),
         ({"path": "my_reward.py:score"}, "no module .my_reward.py.; write it without .py"),
         ({"path": f"{HERE}:missing"}, "has no function 'missing'"),
         ({"path": f"{HERE}:NOT_A_FUNCTION"}, "has no function 'NOT_A_FUNCTION'"),
@@ -67,21 +69,6 @@ def test_paths_that_lead_to_no_function(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=rf"reward\.terms\.function: .*{message}"):
         build_terms(RewardConfig(terms={"function": options}))
-
-
-def test_the_manager_scores_texts():
-    terms = {
-        "exact_match": {"weight": 2.0},
-        "long": {"_target_": "function", "path": f"{HERE}:length"},
-    }
-    manager = RewardManager(RewardConfig(terms=terms))
-    handles = [manager.submit(["95", ""], sums("95", "1")), manager.submit(("7",), sums("7"))]
-    rewards = manager.collect(handles)
-    manager.close()
-    assert list(rewards.parts) == ["exact_match", "exact_match/contains", "long"]
-    assert rewards.parts["exact_match"].tolist() == [1.0, 0.0, 1.0]
-    assert rewards.total.tolist() == [2 + 2, 0 + 1, 2 + 1]
-    assert rewards.valid.all()
 
 
 FUNCTION = {"_target_": "function", "path": f"{HERE}:length"}
@@ -127,10 +114,6 @@ def test_each_reward_gets_what_it_scores():
     rewards = manager.collect([manager.submit(IMAGES, sums("1", "2"), LATENTS)])
     assert rewards.parts["latent"].tolist() == [1.5, 5.5]
     assert rewards.parts["image"].tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match="reward 'latent' scores latents, and there are none"):
-        manager.submit(IMAGES, sums("1", "2"))
-    with pytest.raises(ValueError, match="3 latents but 2 prompts"):
-        manager.submit(IMAGES, sums("1", "2"), torch.zeros(3, 2))
     manager.close()
     assert manager.needs_samples
     assert needs_samples(
@@ -138,9 +121,9 @@ def test_each_reward_gets_what_it_scores():
     )
     alone = RewardConfig(terms={"latent": LATENT})
     manager = RewardManager(alone)
-    found = manager.collect([manager.submit(None, sums("1", "2"), LATENTS)])
+    rewards = manager.collect([manager.submit(None, sums("1", "2"), LATENTS)])
     manager.close()
-    assert found.total.tolist() == [1.5, 5.5]
+    assert rewards.total.tolist() == [1.5, 5.5]
     assert not manager.needs_samples
     assert not needs_samples(build_terms(alone))
 
@@ -163,21 +146,20 @@ NONE = [None, {"f": 0.5}, "0.5", b"1", [0.5], 0.5j, np.complex64(1), 10**400, fl
 
 
 @pytest.mark.parametrize(
-    ("given", "number"),
+    ("returned", "number"),
     [
-        *[(half, 0.5) for half in HALF],
-        *[(one, 1.0) for one in ONE],
-        *[pytest.param(none, None, id=repr(none)[:9]) for none in NONE],
-        *[(several, None) for several in (np.zeros(2), torch.zeros(2), torch.zeros(0))],
+        (HALF, 0.5),
+        (ONE, 1.0),
+        (NONE, None),
+        ([np.zeros(2), torch.zeros(2), torch.zeros(0)], None),
     ],
+    ids=["half", "one", "none", "several"],
 )
-def test_what_a_function_may_return_as_its_number(given, number):
-    terms = {"f": {"_target_": "function", "path": give("f", lambda sample, prompt: given)}}
-    manager = RewardManager(RewardConfig(terms=terms))
-    found = manager.collect([manager.submit(IMAGES, sums("1", "2"))])
-    manager.close()
-    assert found.valid.tolist() == [number is not None] * 2
-    assert number is None or found.total.tolist() == [number] * 2
+def test_what_a_function_may_return_as_its_number(returned, number):
+    reward = Function(path=give("f", lambda sample, prompt: sample))
+    scores = finite_numbers(reward(returned, sums(*["1"] * len(returned))).values)
+    wanted = [math.nan if number is None else number] * len(returned)
+    assert scores == pytest.approx(wanted, nan_ok=True)
 
 
 class Painter(Reward):
@@ -200,13 +182,14 @@ def look(sample, prompt):
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_a_reward_that_changes_its_samples_changes_them_for_itself(kind):
     """The next reward sees what was sampled, and so does the caller."""
-    painter, own = f"{HERE}.Painter", {"_target_": "function", "path": f"{HERE}:look"}
+    painter = f"{HERE}.Painter"
+    look_at = {"_target_": "function", "path": f"{HERE}:look"}
     terms = {
         "chunk": {"_target_": painter, "kind": kind},
         "group": {"_target_": painter, "kind": kind, "groupwise": True},
         "latent": {"_target_": painter, "kind": "latent"},
-        "look": own,
-        "look_at_latents": own | {"kind": "latent"},
+        "look": look_at,
+        "look_at_latents": look_at | {"kind": "latent"},
     }
     manager = RewardManager(RewardConfig(terms=terms))
     samples = np.zeros((2, 8, 8, 3) if kind == "image" else (2, 3, 8, 8, 3), np.uint8)
@@ -218,3 +201,96 @@ def test_a_reward_that_changes_its_samples_changes_them_for_itself(kind):
     assert not samples.any()
     assert not latents.any()
     assert prompts[0].metadata == {"words": []}
+
+
+# --- Parameters: our form and TRL's
+
+ASKED = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?"})
+CHAT = Prompt(text="1+2?", index=0, target="3", metadata={"answer": "3", "of": 7}, messages=ASKED)
+PLAIN = Prompt(text="2+2?", index=1, target="4", metadata={"answer": "4", "of": 8})
+
+
+def called(function: Callable[..., Any], samples: list[str], *prompts: Prompt) -> Any:
+    return list(Function(path=give("f", function))(samples, prompts).values)
+
+
+def config_of(function: Callable[..., Any]) -> RewardConfig:
+    return RewardConfig(terms={"f": {"_target_": "function", "path": give("f", function)}})
+
+
+OTHER = ["answer", "prompt", "target"]
+OTHERS = ["answer", "prompts", "target"]
+PAIRS = [("three", 0), ("4", 1)]
+SAID = [[{"role": "assistant", "content": "three"}], "4"]
+
+
+@pytest.mark.parametrize(
+    ("function", "scores"),
+    [
+        (lambda completions: completions, SAID),
+        (lambda prompts, completions: prompts, [list(ASKED), "2+2?"]),
+        (lambda completions, target, *, nothing=5: [*target[:1], nothing], ["3", 5]),
+        (lambda completions, of=5, **others: [of, sorted(others)], [[7, 8], OTHERS]),
+        (lambda responses: responses, ["three", "4"]),
+        (partial(lambda completions, scale: [scale] * 2, scale=2), [2, 2]),
+        (lambda prompt, image: (image, prompt.index), PAIRS),
+        (lambda image, prompt=None: (image, prompt.index), PAIRS),
+        (lambda sample, text: (sample, text.index), PAIRS),
+        (lambda x, _: (x, _.index), PAIRS),
+        (lambda x, caption=None, *, scale=2: (x, caption.index + scale - 2), PAIRS),
+        (lambda completion, scale=2: (completion, scale - 2), [("three", 0), ("4", 0)]),
+        (lambda answer, prompt: (answer, prompt.index), PAIRS),
+        (lambda *both: (both[0], both[1].index), PAIRS),
+        (lambda target, response: target, ["3", "4"]),
+        (lambda x, answer: (x, answer), [("three", "3"), ("4", "4")]),
+        (lambda image, *, of=0, other=1: (of, other), [(7, 1), (8, 1)]),
+        (lambda image, of, **others: sorted(others), [OTHER, OTHER]),
+    ],
+)
+def test_a_function_gets_what_its_parameters_are_called(
+    function: Callable[..., Any], scores: list[Any]
+) -> None:
+    """In the plural once for all samples and as TRL has it, else for each sample."""
+    assert called(function, ["three", "4"], CHAT, PLAIN) == scores
+
+
+NO = "no column of the prompts is called"
+CALLED = "it is called with a sample and its prompt, or by name: one of sample, image"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda image, images: 0, CALLED),
+        (lambda prompt, completions: 0, CALLED),
+        (lambda prompt, target: 0, CALLED),
+        (lambda prompts, **kwargs: 0, CALLED),
+        (lambda x, image: 0, f"{NO} x; there are answer, of, target, prompt, image"),
+        (lambda completions, ids: 0, f"{NO} ids; there are answer, of, target, prompt"),
+        (lambda completion, answers: 0, f"{NO} answers; .* of, target, prompt, completion"),
+    ],
+)
+def test_names_that_nobody_can_give_are_refused_before_a_run(
+    function: Callable[..., Any], message: str
+) -> None:
+    full = rf"reward\.terms\.f: path='given:f' takes \(.*\)[:;] {message}"
+    with pytest.raises(ValueError, match=full):
+        check_prompts(build_terms(config_of(function)), [CHAT, PLAIN], lambda: ["line 0", "line 1"])
+
+
+def test_a_column_that_some_prompts_lack_is_refused() -> None:
+    both = [CHAT, Prompt(text="a", index=1)]
+    for function in (lambda completion, answer: 0, lambda completions, answer: [0, 0]):
+        with pytest.raises(ValueError, match=r"line 1: reward\.terms\.f: .*answer"):
+            check_prompts(build_terms(config_of(function)), both, lambda: ["line 0", "line 1"])
+    assert called(lambda completions, answer=1: answer, ["", ""], *both) == ["3", None]
+
+
+def test_what_a_function_of_lists_returns_gets_a_value_or_a_sentence() -> None:
+    for returned, kind in (({"f": [1.0]}, "dict"), (np.array(0.5), "float"), (None, "NoneType")):
+        manager = RewardManager(config_of(lambda completions, it=returned: it))
+        rewards = manager.collect([manager.submit(["a", "b"], [CHAT, PLAIN])])
+        manager.close()
+        message = f"scores must be a list, array or tensor, not a {kind}"
+        assert message in manager.last_error["f"]
+        assert not rewards.valid.any()

@@ -17,7 +17,7 @@ def dog(left: float, top: float, color: str | None = None, name: str = "dog") ->
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "found"),
+    ("first", "second", "where"),
     [
         (dog(0, 0), dog(50, 0), {"left of"}),
         (dog(50, 0), dog(0, 0), {"right of"}),
@@ -30,8 +30,8 @@ def dog(left: float, top: float, color: str | None = None, name: str = "dog") ->
         (dog(0, 0), dog(5, 0), {"left of"}),  # (5 - 2) / 5 is
     ],
 )
-def test_sides(one, other, found):
-    assert sides(one, other) == found
+def test_sides(first, second, where):
+    assert sides(first, second) == where
 
 
 TWO = Wish(name="dog", count=2)
@@ -70,22 +70,17 @@ DOG = {"class": "dog", "count": 1}
     ("metadata", "message"),
     [
         ({}, r"prompt 4 \('x'\): include must be a list"),
-        ({"include": []}, "include must be a list"),
         ({"include": "a dog"}, "include must be a list .* or as JSON; got 'a dog'"),
-        ({"include": '[{"class": "dog"'}, "include must be a list .*got"),
         ({"include": "[" * 99_999}, "include must be a list .*got"),
-        ({"include": '[{"class": "dog"}]'}, "must be an object with class and count"),
         ({"include": [{"class": "dog"}]}, "must be an object with class and count"),
         ({"include": [DOG | {"count": 0}]}, "must be an object with class and count"),
         ({"include": [DOG | {"position": ["near", 0]}]}, "position .*: give one of left of"),
-        ({"include": [DOG | {"position": ["above", 1]}]}, "position .*: give one of left of"),
         ({"include": [DOG | {"position": ["above", 0]}]}, "position .*, and another entry's index"),
         ({"include": [DOG | {"colour": "red"}]}, r"'colour': 'red'.* and position \["),
         (
             {"include": [DOG], "exclude": [DOG | {"color": "red"}]},
             "in exclude with class and count",
         ),
-        ({"include": [DOG | {"position": ["above"]}]}, r"perhaps color and position \["),
         ({"include": [DOG | {"position": "above"}]}, r"perhaps color and position \["),
         ({"include": [DOG | {"color": 3}]}, r"perhaps color and position \["),
         ({"include": ["dog"]}, r"perhaps color and position \["),

@@ -37,7 +37,7 @@ class Rank(Reward):
             for sample in samples
         ]
         return Scores(
-            values=[float(sum(one < number for one in numbers)) for number in numbers],
+            values=[float(sum(other < number for other in numbers)) for number in numbers],
             parts={"group": [float(len(numbers))] * len(numbers)},
         )
 

@@ -11,7 +11,9 @@ from PIL import Image
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.letter_colour import LetterColour
 
-PAPER, INK, WANTED = (240, 230, 220), (0, 0, 200), (200, 0, 0)
+PAPER = (240, 230, 220)
+INK = (0, 0, 200)
+WANTED = (200, 0, 0)
 LETTERS = (slice(3, 6), slice(2, 9))
 
 
@@ -31,7 +33,7 @@ ASKED = prompt(picture(INK), colour=list(WANTED))
 
 
 @pytest.mark.parametrize(
-    ("result", "painted", "kept"),
+    ("result", "painted", "unchanged"),
     [
         (picture(WANTED), 1.0, 1.0),
         (picture(INK), 0.0, 1.0),
@@ -41,11 +43,11 @@ ASKED = prompt(picture(INK), colour=list(WANTED))
         (picture(WANTED, (0, 0, 0)), 1.0, 0.0),
     ],
 )
-def test_scores_of_flat_pictures(result: np.ndarray, painted: float, kept: float) -> None:
+def test_scores_of_flat_pictures(result: np.ndarray, painted: float, unchanged: float) -> None:
     scores = LetterColour()(result[None], [ASKED])
     assert scores.parts["painted"] == pytest.approx([painted])
-    assert scores.parts["kept"] == pytest.approx([kept])
-    assert scores.values == pytest.approx([painted * kept])
+    assert scores.parts["kept"] == pytest.approx([unchanged])
+    assert scores.values == pytest.approx([painted * unchanged])
 
 
 def test_a_source_is_brought_to_the_size_of_the_edit() -> None:
@@ -60,7 +62,7 @@ def test_a_source_without_letters_has_no_score() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("wrong", "words"),
     [
         (prompt(picture(INK)), r"prompt 4 .* has 1 images and colour=None"),
         (Prompt(text="x", index=0, metadata={"colour": [1, 2, 3]}), "has 0 images"),
@@ -70,8 +72,8 @@ def test_a_source_without_letters_has_no_score() -> None:
         (prompt(picture(INK), colour=[float("nan"), 0, 0]), "colour=.*, from 0 to 255"),
     ],
 )
-def test_what_it_cannot_compare_is_an_error(asked: Prompt, words: str) -> None:
+def test_what_it_cannot_compare_is_an_error(wrong: Prompt, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        LetterColour()(picture(INK)[None], [asked])
+        LetterColour()(picture(INK)[None], [wrong])
     with pytest.raises(ValueError, match=words):
-        LetterColour().check_prompt(asked)
+        LetterColour().check_prompt(wrong)

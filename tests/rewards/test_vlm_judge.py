@@ -46,7 +46,7 @@ def test_scores_parts_and_what_is_asked() -> None:
     assert reward.requires_target
     body = server.received[0].body
     assert (body["temperature"], body["model"], body["max_tokens"]) == (0, "m", 128)
-    texts = {one.body["messages"][0]["content"][-1]["text"] for one in server.received}
+    texts = {sent.body["messages"][0]["content"][-1]["text"] for sent in server.received}
     assert texts == {f'Is "ab" in dog {index}? 1-11, {{"no": 0}}' for index in range(4)}
 
 
@@ -112,10 +112,13 @@ def test_a_bad_judge_fails_its_samples_and_gives_no_number(name, monkeypatch, ca
         ({"url": "http://localhost:1", "model": "m", "batch_size": 2}, r"batch_size: unknown"),
         ({"path": "./none"}, r"there is no such folder"),
         ({"path": "a/b", "concurrency": 2}, r"concurrency: unknown option"),
-        ({"path": "a/b", "max_tokens": 0}, r"max_tokens=0 must be at least 1"),
+        ({"path": "a/b", "max_tokens": 0}, r"max_tokens=0: give a whole number of at least 1"),
         ({"path": "a/b", "kind": "text"}, r"kind='text': allowed are image, video"),
         ({"path": "a/b", "every": 2}, r"every=2 is for videos"),
-        ({"path": "a/b", "kind": "video", "every": 0}, r"every=0 must be at least 1"),
+        (
+            {"path": "a/b", "kind": "video", "every": 0},
+            r"every=0: give a whole number of at least 1",
+        ),
     ],
 )
 def test_wrong_options(options: dict[str, object], message: str) -> None:

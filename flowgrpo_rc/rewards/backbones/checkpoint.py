@@ -1,11 +1,14 @@
 """Checkpoints of scoring models: where they may be, on which device they go, how they load."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,10 @@ from torch import Tensor, nn
 from flowgrpo_rc import reading
 from flowgrpo_rc.plugins import check_choice
 from flowgrpo_rc.reading import check_on_hub, load_weights
-from flowgrpo_rc.rewards.base import check_at_least_one
+from flowgrpo_rc.rewards.base import check_range
+
+if TYPE_CHECKING:
+    from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -53,19 +59,35 @@ def converted_folder(path: str, files: Sequence[str], converter: str) -> Path:
     return folder
 
 
-def check_loading(*, device: str, dtype: str, batch_size: int) -> None:
-    """Raises ValueError for a device that is not here, an unknown dtype or no batch."""
-    try:
-        kind = "auto" if device == "auto" else torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r}: give auto, cpu, cuda or cuda:1") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: torch finds no CUDA device; give cpu")
-    check_choice("dtype", dtype, DTYPES)
-    check_at_least_one(batch_size=batch_size)
+@dataclass(kw_only=True, eq=False)
+class LoadsModel:
+    """Options of a model of transformers, which loads at first use."""
+
+    path: str  # a local folder or a hub id; weights are read from safetensors only
+    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
+    dtype: str = "fp32"  # or bf16, fp16
+    batch_size: int = 32  # samples in one forward
+
+    def __post_init__(self) -> None:
+        try:
+            kind = "auto" if self.device == "auto" else torch.device(self.device).type
+        except RuntimeError as error:
+            raise ValueError(f"device={self.device!r}: give auto, cpu, cuda or cuda:1") from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={self.device!r}: torch finds no CUDA device; give cpu")
+        check_choice("dtype", self.dtype, DTYPES)
+        check_range(1, batch_size=self.batch_size)
+
+    def load(
+        self, cls: type[PreTrainedModel | AutoModel], path: str, **options: Any
+    ) -> PreTrainedModel:
+        """Loads a model for inference, with options of `reading.load_weights`."""
+        options |= {"dtype": DTYPES[self.dtype], "trust_remote_code": False}
+        model = load_weights(cls, path, f"path={path!r}", **options)
+        return model.to(_device(self.device)).requires_grad_(False).eval()
 
 
-def resolve_device(device: str) -> torch.device:
+def _device(device: str) -> torch.device:
     """Returns the torch device. `auto` is the GPU of this process, or the CPU if there is none."""
     if device != "auto":
         return torch.device(device)
@@ -76,38 +98,12 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a scoring model, by the rules of `reading.load_tokenizer`."""
     from transformers import AutoTokenizer
 
     where = f"path={str(path)!r}"
     return reading.load_tokenizer(AutoTokenizer, str(path), where, trust_remote_code=False)
-
-
-def load_pretrained(cls: Any, path: str, *, device: str, dtype: str, spare: str = "$^") -> Any:
-    """Loads a model of a transformers class for inference; `spare` is that of `load_weights`."""
-    where = f"path={path!r}"
-    kind = DTYPES[dtype]
-    model = load_weights(cls, path, where, spare=spare, dtype=kind, trust_remote_code=False)
-    return model.to(resolve_device(device)).requires_grad_(False).eval()
-
-
-def check_state(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Raises ValueError that names the first tensor which a module lacks, or cannot take."""
-    needed = {name: list(value.shape) for name, value in module.state_dict().items()}
-    shapes = {name: list(value.shape) for name, value in stored.items()}
-    for name in sorted(needed.keys() | shapes.keys()):
-        if needed.get(name) != shapes.get(name):
-            raise ValueError(
-                f"{name} is {shapes.get(name, 'missing')} there, and a {type(module).__name__} "
-                f"needs {needed.get(name, 'no such tensor')}"
-            )
-        if not _is_finite(stored[name]):
-            raise ValueError(f"{name} does not hold finite floating point numbers")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
@@ -118,7 +114,7 @@ def linear_layers(state: Mapping[str, Tensor]) -> list[nn.Linear]:
     fits = all(weight.ndim == 2 for weight in weights) and all(
         before.shape[0] == after.shape[1] for before, after in pairwise(weights)
     )
-    fits &= all(_is_finite(tensor) for tensor in state.values())
+    fits &= all(t.is_floating_point() and bool(t.isfinite().all()) for t in state.values())
     fits &= len(state) in (len(weights), 2 * len(weights))  # a bias for all or none
     if not weights or not fits:
         shapes = {name: list(tensor.shape) for name, tensor in state.items()}

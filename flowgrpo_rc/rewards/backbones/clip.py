@@ -6,10 +6,12 @@ Reference: "Learning Transferable Visual Models From Natural Language Supervisio
 https://arxiv.org/abs/2103.00020.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -18,33 +20,34 @@ from torch import Tensor
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.backbones.checkpoint import (
     PROCESSOR,
-    check_loading,
+    LoadsModel,
     check_source,
     checkpoint_source,
-    load_pretrained,
     load_tokenizer,
 )
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
 
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessorPil, CLIPModel, PreTrainedTokenizerBase
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+Inputs = TypeVar("Inputs", np.ndarray, list[str])
+
 
 @dataclass(kw_only=True, eq=False)
-class ClipReward(Reward):
+class ClipReward(LoadsModel, Reward):
     """Scores by the cosine of image and prompt in a `CLIPModel`, which loads at first use."""
 
     is_scaled: ClassVar[bool] = False  # by the factor of the model
 
-    path: str  # a local folder or a hub id; weights are read from safetensors only
     processor: str | None = None  # the place of image processor and tokenizer, if not `path`
-    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
-    dtype: str = "fp32"  # or bf16, fp16
-    batch_size: int = 32  # images or texts in one forward
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._path = checkpoint_source(self.path, key="path")
         self._processor = self._path
         if self.processor is not None:
             self._processor = checkpoint_source(self.processor, key="processor")
-        check_loading(device=self.device, dtype=self.dtype, batch_size=self.batch_size)
 
     def check(self) -> None:
         """Raises ValueError if weights or image processor cannot be had; fetches nothing."""
@@ -63,7 +66,7 @@ class ClipReward(Reward):
         """Computes unit vectors [N, D], fp32 on the CPU, of images [N, H, W, 3] uint8."""
         model, processor, _ = self._loaded
 
-        def forward(batch: Sequence[np.ndarray]) -> Any:
+        def forward(batch: np.ndarray) -> BaseModelOutputWithPooling:
             pixels = processor(list(batch), return_tensors="pt", input_data_format="channels_last")
             return model.get_image_features(pixels.pixel_values.to(model.device, model.dtype))
 
@@ -74,9 +77,9 @@ class ClipReward(Reward):
         model, _, tokenizer = self._loaded
         longest = model.config.text_config.max_position_embeddings
 
-        def forward(batch: Sequence[str]) -> Any:
+        def forward(batch: list[str]) -> BaseModelOutputWithPooling:
             tokens = tokenizer(
-                list(batch), padding=True, truncation=True, max_length=longest, return_tensors="pt"
+                batch, padding=True, truncation=True, max_length=longest, return_tensors="pt"
             )
             return model.get_text_features(**tokens.to(model.device))
 
@@ -86,7 +89,9 @@ class ClipReward(Reward):
         return features[[distinct.index(text) for text in texts]]
 
     @torch.inference_mode()
-    def _in_batches(self, forward: Callable[[Any], Any], inputs: Any) -> Tensor:
+    def _in_batches(
+        self, forward: Callable[[Inputs], BaseModelOutputWithPooling], inputs: Inputs
+    ) -> Tensor:
         features = [
             forward(inputs[rows]).pooler_output.float()
             for rows in batches(len(inputs), self.batch_size)
@@ -94,12 +99,12 @@ class ClipReward(Reward):
         return torch.nn.functional.normalize(torch.cat(features), dim=1).cpu()
 
     @cached_property
-    def _loaded(self) -> tuple[Any, Any, Any]:
+    def _loaded(self) -> tuple[CLIPModel, CLIPImageProcessorPil, PreTrainedTokenizerBase]:
         """Loads the model, its image processor and its tokenizer."""
         from transformers import CLIPImageProcessorPil, CLIPModel
 
         return (
-            load_pretrained(CLIPModel, self._path, device=self.device, dtype=self.dtype),
+            self.load(CLIPModel, self._path),
             CLIPImageProcessorPil.from_pretrained(self._processor),
             load_tokenizer(self._processor),
         )

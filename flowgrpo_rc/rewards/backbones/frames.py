@@ -6,13 +6,13 @@ Shapes: N videos, F frames, H x W pixels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import Reward, Scores, check_at_least_one
+from flowgrpo_rc.rewards.base import Reward, Scores, check_range
 
 
 class FrameMean(Reward):
@@ -24,8 +24,8 @@ class FrameMean(Reward):
     kind = "video"
     image_reward: ClassVar[type[Reward]]
 
-    def __init__(self, *, every: int = 8, **options: Any) -> None:
-        check_at_least_one(every=every)
+    def __init__(self, *, every: int = 8, **options: object) -> None:
+        check_range(1, every=every)
         self._every = every
         self._images: Reward = build(self.image_reward, options, self.image_reward.__name__)
 
@@ -49,8 +49,8 @@ class FrameMean(Reward):
             [prompt for prompt in prompts for _ in range(count)],
         )
 
-        def mean(values: Sequence[float]) -> Any:
-            return np.asarray(values).reshape(-1, count).mean(axis=1).tolist()
+        def mean(values: Sequence[float]) -> list[float]:
+            return [*map(float, np.asarray(values).reshape(-1, count).mean(axis=1))]
 
         columns = {name: mean(values) for name, values in scores.parts.items()}
         return Scores(values=mean(scores.values), parts=columns)

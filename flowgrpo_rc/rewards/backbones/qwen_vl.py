@@ -7,28 +7,26 @@ Shapes: N conversations, L tokens of the longest one.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from flowgrpo_rc.reading import read_mapping
-from flowgrpo_rc.rewards.backbones.checkpoint import check_loading, load_tokenizer
+from flowgrpo_rc.rewards.backbones.checkpoint import load_tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-Messages = Sequence[Mapping[str, Any]]
+Message = Mapping[str, object]
 
 
-def check_qwen_vl(path: str, *, device: str, dtype: str, batch_size: int) -> None:
-    """Raises ValueError if a folder holds another model, or an option is out of range."""
-    if Path(path).is_dir():
-        family = read_mapping(Path(path) / "config.json").get("model_type")
+def check_qwen_vl(folder: Path) -> None:
+    """Raises ValueError if a folder holds another model; what is none is a hub id."""
+    if folder.is_dir():
+        family = read_mapping(folder / "config.json").get("model_type")
         if family not in FAMILIES:
             raise ValueError(
-                f"path={path!r} holds a {family}; allowed are {', '.join(FAMILIES)}. A server can "
-                "serve others: give url and model"
+                f"path={str(folder)!r} holds a {family}; allowed are {', '.join(FAMILIES)}. A "
+                "server can serve others: give url and model"
             )
-    check_loading(device=device, dtype=dtype, batch_size=batch_size)
 
 
 def plain(text: str) -> str:
@@ -36,7 +34,7 @@ def plain(text: str) -> str:
     return text.replace("<|", "< |")
 
 
-def message(role: str, text: str, *, pictures: int = 0) -> dict[str, Any]:
+def message(role: str, text: str, *, pictures: int = 0) -> Message:
     """Returns a message of some pictures and a text after them."""
     content: list[dict[str, str]] = [{"type": "image"}] * pictures
     return {"role": role, "content": [*content, {"type": "text", "text": text}]}
@@ -66,7 +64,7 @@ class QwenVlReader:
         self._image_token = self.tokenizer.convert_ids_to_tokens(image_token_id)
 
     def __call__(
-        self, conversations: Sequence[Messages], pictures: Sequence[np.ndarray]
+        self, conversations: Sequence[Sequence[Message]], pictures: Sequence[np.ndarray]
     ) -> dict[str, torch.Tensor]:
         """Makes the tensors of N conversations from the pictures of all of them in order."""
         seen = self._images(list(pictures), return_tensors="pt", input_data_format="channels_last")

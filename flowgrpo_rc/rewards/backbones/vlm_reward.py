@@ -9,13 +9,15 @@ Reference: HPSv3, https://arxiv.org/abs/2508.03789; EditReward, https://arxiv.or
 Facts about prompt, head and positions are those of MizzenAI/HPSv3 and TIGER-AI-Lab/EditReward.
 """
 
+from __future__ import annotations
+
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +26,12 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.reading import blaming, read_mapping
-from flowgrpo_rc.rewards.backbones.checkpoint import (
-    converted_folder,
-    linear_layers,
-    load_pretrained,
-)
+from flowgrpo_rc.rewards.backbones.checkpoint import LoadsModel, converted_folder, linear_layers
 from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, message, plain
 from flowgrpo_rc.rewards.base import Reward, Scores, batches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHTS = "model.safetensors"
 ASKED = "reward.json"
@@ -48,7 +49,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class VlmReward(Reward):
+class VlmReward(LoadsModel, Reward):
     """Scores by a Qwen2-VL or Qwen2.5-VL with such heads: the mean over them. Loads at first use.
 
     `path` is the folder that `examples/convert_reward.py CONVERTER` makes from the published
@@ -57,16 +58,13 @@ class VlmReward(Reward):
 
     converter: ClassVar[str]
 
-    path: str
-    device: str = "auto"  # or cpu, cuda, cuda:1; auto: the GPU of this process, or the CPU
-    dtype: str = "bf16"  # or fp32, fp16; of the model, while the heads are fp32
-    batch_size: int = 8  # samples in one forward
+    dtype: str = "bf16"  # of the model, while the heads are fp32
+    batch_size: int = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._folder = converted_folder(self.path, FILES, self.converter)
-        check_qwen_vl(
-            str(self._folder), device=self.device, dtype=self.dtype, batch_size=self.batch_size
-        )
+        check_qwen_vl(self._folder)
         with blaming(f"path={self.path!r}: {ASKED}"):
             self._asked = _asked(read_mapping(self._folder / ASKED))
 
@@ -120,19 +118,13 @@ class VlmReward(Reward):
         return heads[head](read.float())[:, 0].cpu()
 
     @cached_property
-    def _loaded(self) -> tuple[Any, QwenVlReader, Sequence[nn.Sequential], int]:
+    def _loaded(self) -> tuple[PreTrainedModel, QwenVlReader, Sequence[nn.Sequential], int]:
         """Loads the model, what prepares its inputs, the heads, and the id of the token."""
         from transformers import AutoModel
 
         path = str(self._folder)
         # The heads are read below; the one that writes words is not needed.
-        model = load_pretrained(
-            AutoModel,
-            path,
-            device=self.device,
-            dtype=self.dtype,
-            spare=r"^rm_head|^lm_head\.weight$",
-        )
+        model = self.load(AutoModel, path, spare=r"^rm_head|^lm_head\.weight$")
         reader = QwenVlReader(
             path,
             image_token_id=model.config.image_token_id,
@@ -153,22 +145,16 @@ class VlmReward(Reward):
         return model, reader, heads, token_id
 
 
-def _asked(settings: Mapping[str, Any]) -> Asked:
-    match settings:
-        case {
-            "instructions": [str(), *_] as instructions,
-            "token": str(token),
-            "num_pixels": int(num_pixels),
-            **rest,
-        } if all(isinstance(text, str) for text in instructions) and num_pixels > 0 and not rest:
-            for text in instructions:
-                if text.count(PLACE) != 1 or text.count(token) != 1:
-                    raise ValueError(f"each instruction needs {PLACE} and {token} once")
-            return Asked(instructions, token, num_pixels)
-    raise ValueError(
-        "it needs instructions (texts), token (a text), num_pixels (above 0) and nothing else; it "
-        f"has {', '.join(settings)}"
-    )
+def _asked(fields: Mapping[str, Any]) -> Asked:
+    settings = Asked(**fields)
+    for text in settings.instructions:
+        places = (text.count(PLACE), text.count(settings.token))
+        if places != (1, 1) or settings.num_pixels < 1:
+            raise ValueError(
+                f"each of the instructions needs {PLACE} and {settings.token} once, and num_pixels "
+                "must be above 0"
+            )
+    return settings
 
 
 def _heads(file: Path) -> list[nn.Sequential]:

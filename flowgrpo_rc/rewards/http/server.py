@@ -9,7 +9,8 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo_rc.rewards.base import Reward
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.base import Reward, Samples
 from flowgrpo_rc.rewards.http.wire import PATH, decode, encode_scores
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
     """Makes the application that scores requests in the format of `rewards/http/wire.py`.
 
     It answers 401 without the token, 408 to a body that takes too long, 413 to one that is too
-    long, 415 to another type than JSON, 422 to a body that is no request or whose samples the
-    reward does not score, and 500 with the exception if the reward fails.
+    long, 422 to a body that is no request or whose samples the reward does not score, and 500 with
+    the exception if the reward fails.
     """
     from fastapi import Depends, FastAPI, HTTPException, Request
     from fastapi.concurrency import run_in_threadpool
@@ -68,27 +69,19 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
             raise HTTPException(401, "wrong or missing bearer token", headers)
         request.state.let_in()
 
-    @app.get("/v1/reward", dependencies=[Depends(authorize)])
-    def about() -> dict[str, Any]:
-        return {
-            "name": type(reward).__name__,
-            "kind": reward.kind,
-            "part_names": list(reward.part_names),
-            "requires_target": reward.requires_target,
-        }
+    def read(content: bytes) -> tuple[Samples, list[Prompt]]:
+        return decode(json.loads(content), reward.kind)
 
     @app.post(PATH, dependencies=[Depends(authorize)])
-    async def score(request: Request) -> dict[str, Any]:
-        body = await _body(request, max_body_mb)
+    async def score(request: Request) -> dict[str, object]:
+        content = await _body(request, max_body_mb)
         try:
-            samples, prompts = await run_in_threadpool(decode, body)
-            if reward.kind not in (body["kind"], "any"):
-                raise ValueError(f"this reward scores {reward.kind}s, not {body['kind']}s")
-        except ValueError as error:
-            raise HTTPException(422, str(error)) from error
+            samples, prompts = await run_in_threadpool(read, content)
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(422, f"the body is no request: {error}") from error
         async with one_at_a_time:
             if await request.is_disconnected():  # it gave up while others were served
-                raise HTTPException(499, "the client is gone")
+                return {}
             try:
                 return encode_scores(await run_in_threadpool(reward, samples, prompts))
             # A reward is foreign code: any exception of it fails this request and no other.
@@ -98,12 +91,10 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
     return app
 
 
-async def _body(request: "Request", max_body_mb: float) -> Any:
-    """Reads the JSON in the body of a request; refuses a long or slow one before all is read."""
+async def _body(request: "Request", max_body_mb: float) -> bytes:
+    """Returns the body of a request; refuses a long or slow one before all is read."""
     from fastapi import HTTPException
 
-    if request.headers.get("content-type", "").split(";")[0] != "application/json":
-        raise HTTPException(415, "send application/json")
     content = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -113,10 +104,7 @@ async def _body(request: "Request", max_body_mb: float) -> Any:
                     raise HTTPException(413, f"the body is longer than {max_body_mb:g} MB")
     except TimeoutError as error:
         raise HTTPException(408, f"the body took more than {BODY_S:g} s") from error
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(422, f"the body is no JSON ({type(error).__name__})") from error
+    return bytes(content)
 
 
 def limits(door: Door) -> dict[str, Any]:
@@ -127,7 +115,7 @@ def limits(door: Door) -> dict[str, Any]:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Connection(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self.app_state = {**self.app_state, "let_in": partial(door.leave, transport)}
             door.knock(transport)

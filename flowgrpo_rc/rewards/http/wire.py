@@ -11,9 +11,10 @@ Shapes: N samples, F frames of a video, H x W pixels.
 import base64
 import binascii
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from io import BytesIO
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -21,38 +22,51 @@ from PIL import Image
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import picture_bytes, picture_size, rgb_pixels
-from flowgrpo_rc.rewards.base import Scores, finite_numbers
+from flowgrpo_rc.rewards.base import Samples, Scores, finite_numbers
 
 PATH = "/v1/score"
-KINDS = ("image", "video", "text")
 MAX_PIXELS = 2**26  # of all images of a request together: 64 images of 1024 x 1024
-_PROMPT_FIELDS = ("text", "index", "target", "negative_text", "metadata", "images")
+_PROMPT_TYPES: dict[str, type | tuple[type, ...]] = {
+    "text": str,
+    "index": int,
+    "target": (str, NoneType),
+    "negative_text": str,
+    "metadata": dict,
+    "images": list,
+}
 
 
-def encode(samples: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def encode(samples: Samples, prompts: Sequence[Prompt]) -> dict[str, object]:
     """Makes the request for the scores of N images, videos or texts."""
-    request: dict[str, Any] = {"prompts": [_row(prompt) for prompt in prompts]}
+    rows = [_row(prompt) for prompt in prompts]
     if not isinstance(samples, np.ndarray):
-        return request | {"kind": "text", "samples": list(samples)}
+        return {"kind": "text", "samples": list(samples), "prompts": rows}
     if samples.ndim == 4:
-        return request | {"kind": "image", "samples": [encode_png(image) for image in samples]}
+        images = [encode_png(image) for image in samples]
+        return {"kind": "image", "samples": images, "prompts": rows}
     videos = [[encode_png(frame) for frame in video] for video in samples]
-    return request | {"kind": "video", "samples": videos}
+    return {"kind": "video", "samples": videos, "prompts": rows}
 
 
-def decode(request: Any) -> tuple[Any, list[Prompt]]:
-    """Returns samples and prompts of a request. Raises ValueError if it is malformed."""
-    if not isinstance(request, Mapping) or set(request) != {"kind", "samples", "prompts"}:
-        raise ValueError("a request is an object with kind, samples and prompts")
-    kind, samples, prompts = (request[name] for name in ("kind", "samples", "prompts"))
-    if kind not in KINDS or not isinstance(samples, list) or not isinstance(prompts, list):
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, samples and prompts lists")
-    if not samples or len(samples) != len(prompts):
-        raise ValueError(f"{len(samples)} samples but {len(prompts)} prompts; at least one of each")
-    return _decoded(kind, samples), [_prompt(row) for row in prompts]
+def decode(request: object, kind: str = "any") -> tuple[Samples, list[Prompt]]:
+    """Returns samples and prompts of a request to a reward that scores this kind.
+
+    Raises ValueError if the request is malformed, or holds samples of another kind.
+    """
+    match request:
+        case {"kind": str(sent), "samples": [_, *_] as samples, "prompts": list(rows), **rest} if (
+            len(samples) == len(rows) and not rest
+        ):
+            if kind not in (sent, "any"):
+                raise ValueError(f"this reward scores {kind}s, not {sent}s")
+            return _decoded(sent, samples), [_prompt(row) for row in rows]
+    raise ValueError(
+        "a request is an object with kind, samples and prompts, and nothing else; it has as many "
+        "samples as prompts, and at least one"
+    )
 
 
-def encode_scores(scores: Scores) -> dict[str, Any]:
+def encode_scores(scores: Scores) -> dict[str, object]:
     """Makes the answer with the scores; NaN becomes null."""
 
     def column(values: Sequence[float]) -> list[float | None]:
@@ -62,17 +76,14 @@ def encode_scores(scores: Scores) -> dict[str, Any]:
     return {"values": column(scores.values), "parts": columns}
 
 
-def decode_scores(answer: Any, part_names: Sequence[str], count: int) -> Scores:
+def decode_scores(answer: object, part_names: Sequence[str], count: int) -> Scores:
     """Reads the scores of `count` samples; null becomes NaN. ValueError for a malformed answer."""
-    if not isinstance(answer, Mapping) or not isinstance(answer.get("parts", {}), Mapping):
-        raise ValueError("the answer is no object with values and parts")
-    columns = answer.get("parts", {})
-    missing = [name for name in part_names if name not in columns]
-    if missing:
-        raise ValueError(f"the answer lacks the part {missing[0]!r}")
+    columns = answer if isinstance(answer, dict) else {}
+    further = columns.get("parts")
+    further = further if isinstance(further, dict) else {}
     return Scores(
-        values=_column(answer.get("values"), count),
-        parts={name: _column(columns[name], count) for name in part_names},
+        values=_column("values", columns.get("values"), count),
+        parts={name: _column(f"part {name!r}", further.get(name), count) for name in part_names},
     )
 
 
@@ -83,35 +94,34 @@ def encode_png(image: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def decode_png(text: Any, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def decode_png(text: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Returns the image [H, W, 3] uint8 of a PNG file in base64. ValueError for all else."""
-    if not isinstance(text, str):
-        raise ValueError("an image must be a PNG file in base64")
     try:
         with Image.open(BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"]) as image:
             if image.width * image.height > max_pixels:
                 raise ValueError(f"{image.width} x {image.height} pixels are too many")
             return rgb_pixels(image)
-    except (binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (TypeError, binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
         kind = type(error).__name__
         raise ValueError(f"an image must be a PNG file in base64 ({kind})") from error
 
 
-def _decoded(kind: str, samples: list[Any]) -> Any:
-    if kind == "text":
-        if not all(isinstance(sample, str) for sample in samples):
-            raise ValueError("texts must be strings")
+def _decoded(kind: str, samples: list[Any]) -> Samples:
+    if kind == "text" and all(isinstance(sample, str) for sample in samples):
         return samples
     if kind == "image":
         return _stack(samples)
-    lengths = [len(sample) if isinstance(sample, list) else 0 for sample in samples]
-    if not lengths[0] or len(set(lengths)) > 1:
-        raise ValueError("videos must be lists of images, all of one length")
-    frames = _stack([frame for sample in samples for frame in sample])
-    return frames.reshape(len(samples), -1, *frames.shape[1:])
+    lengths = {len(sample) if isinstance(sample, list) else 0 for sample in samples}
+    if kind == "video" and len(lengths) == 1 and lengths != {0}:
+        frames = _stack([frame for sample in samples for frame in sample])
+        return frames.reshape(len(samples), -1, *frames.shape[1:])
+    raise ValueError(
+        f"kind={kind!r} and its samples must be text and strings, image and PNG files in base64, "
+        "or video and lists of such images, all of one length"
+    )
 
 
-def _stack(encoded: list[Any]) -> np.ndarray:
+def _stack(encoded: Sequence[str]) -> np.ndarray:
     images = []
     left = MAX_PIXELS  # the pixels that the images to come may have
     for text in encoded:
@@ -122,7 +132,7 @@ def _stack(encoded: list[Any]) -> np.ndarray:
     return np.stack(images)
 
 
-def _row(prompt: Prompt) -> dict[str, Any]:
+def _row(prompt: Prompt) -> dict[str, object]:
     row = {**asdict(prompt), "metadata": dict(prompt.metadata)}
     del row["messages"]  # a server scores what the user says
     images = row.pop("images")
@@ -130,36 +140,29 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     return row | ({"images": files} if files else {})
 
 
-def _images(files: Any) -> tuple[bytes, ...]:
-    """Returns the images of a prompt, whose sizes are looked at before anybody decodes them."""
-    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        raise ValueError("a prompt's images must be files in base64")
+def _prompt(row: object) -> Prompt:
+    """Returns a prompt, of whose images the sizes are looked at before anybody decodes them."""
+    fields: dict[str, Any] = row if isinstance(row, dict) else {"prompt": row}
+    for name, value in fields.items():
+        if not isinstance(value, _PROMPT_TYPES.get(name, ())):
+            raise ValueError(
+                "a prompt is an object with text, target, negative_text (strings), index (a whole "
+                "number), metadata (an object) and images (a list of files), not "
+                f"{name}={value!r:.99}"
+            )
     try:
+        files = fields.get("images", [])
         images = tuple(base64.b64decode(file, validate=True) for file in files)
-    except binascii.Error as error:
+    except (TypeError, binascii.Error) as error:
         raise ValueError("a prompt's images must be files in base64") from error
     if sum(math.prod(picture_size(image)) for image in images) > MAX_PIXELS:
         raise ValueError("a prompt's images have too many pixels for one request")
-    return images
+    return Prompt(**{"text": "", "index": 0, **fields, "images": images})
 
 
-def _prompt(row: Any) -> Prompt:
-    if not isinstance(row, Mapping) or not set(row) <= set(_PROMPT_FIELDS):
-        raise ValueError(f"a prompt is an object with {', '.join(_PROMPT_FIELDS)}")
-    images = _images(row.get("images", []))
-    prompt = Prompt(**{"text": "", "index": 0, **row, "images": images})
-    texts = (prompt.text, prompt.negative_text, prompt.target or "")
-    if not all(isinstance(text, str) for text in texts) or not isinstance(prompt.index, int):
-        raise ValueError("a prompt's texts must be strings and its index a whole number")
-    if not isinstance(prompt.metadata, Mapping):
-        raise ValueError("a prompt's metadata must be an object")
-    return prompt
-
-
-def _column(values: Any, count: int) -> list[float]:
-    if not isinstance(values, list) or len(values) != count:
-        kind = f"{len(values)} numbers" if isinstance(values, list) else type(values).__name__
-        raise ValueError(f"the answer has {kind} for {count} samples")
-    if not all(type(value) in (int, float, type(None)) for value in values):
-        raise ValueError("the answer holds something else than numbers and null")
-    return [math.nan if value is None else float(value) for value in values]
+def _column(name: str, values: object, count: int) -> list[float]:
+    numbers = values if isinstance(values, list) else []
+    known = all(type(number) in (int, float, NoneType) for number in numbers)
+    if len(numbers) != count or not known:
+        raise ValueError(f"the {name} of the answer must be a list of {count} numbers, some null")
+    return [math.nan if number is None else float(number) for number in numbers]

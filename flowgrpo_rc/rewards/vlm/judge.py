@@ -7,17 +7,16 @@ conversation, and in the end the question has no number. It never becomes 0.
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.base import Reward, check_at_least_one
+from flowgrpo_rc.plugins import build, check_choice
+from flowgrpo_rc.reading import blaming
+from flowgrpo_rc.rewards.base import Reward, check_range, finite_numbers
 from flowgrpo_rc.rewards.http.client import ServerError
-from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
-from flowgrpo_rc.rewards.vlm.local import LocalVlm
-from flowgrpo_rc.rewards.vlm.server import VlmServer
+from flowgrpo_rc.rewards.vlm.models import Answer, LocalVlm, Question, Vlm, VlmServer
 
 LONGEST_ANSWER = 20_000  # characters of an answer that are read, from its end
 LONGEST_QUOTE = 100  # characters of an answer in a message
@@ -28,13 +27,14 @@ _SHARE = re.compile(rf"({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?")
 _RANGE = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)\s*(?:to|and|-|\u2013)\s*(-?[0-9]+(?:\.[0-9]+)?)")
 _PLACE = re.compile(r"\{(\w+)\}")
 
-Read = Callable[[str], float]
+# Returns the number of an answer, or why there is none.
+Read = Callable[[str], float | str]
 
 
 class AsksVlm(Reward):
     """A reward that asks a model: a `VlmServer`, if `url` is given, or a `LocalVlm` at `path`."""
 
-    def __init__(self, vlm: dict[str, Any]) -> None:
+    def __init__(self, vlm: Mapping[str, object]) -> None:
         if ("url" in vlm) == ("path" in vlm):
             raise ValueError("which model answers? Give url and model for a server, or path")
         self._vlm: Vlm
@@ -56,41 +56,30 @@ class Verdict(NamedTuple):
     failure: str = ""  # why there is no number
 
 
-class _Unreadable(ValueError):
-    """An answer holds no number of the form that was asked for."""
-
-
 @dataclass(eq=False, repr=False)
 class Judge:
     """Asks a model a question of its own about each prompt, whose answer is a number.
 
-    Args:
-      question: what is asked, with the names of `known` in braces where their values should stand.
-      known: among `prompt`, `target`, `low` and `high`.
-      parse: where in an answer the number is. `number`: the last one; 7/10 and "7 out of 10" are
-        7. `regex:PATTERN`: the group of the last match. `json:KEY`: the value of KEY in the last
-        JSON object that has it.
-      low, high: the least and the largest number that count as an answer.
-      attempts: how often a question is asked at most, if its answer cannot be read.
+    `parse` says where in an answer the number is. `number`: the last one; 7/10 and "7 out of 10"
+    are 7. `regex:PATTERN`: the group of the last match. `json:KEY`: the value of KEY in the last
+    JSON object that has it.
     """
 
     vlm: Vlm
-    question: str
-    known: Sequence[str]
+    question: str  # with the names of `known` in braces where their values should stand
+    known: Sequence[str]  # among `prompt`, `target`, `low` and `high`
     _: KW_ONLY
     parse: str
-    low: float
-    high: float
-    attempts: int
+    low: float  # the least number that counts as an answer
+    high: float  # the largest
+    attempts: int  # how often a question is asked at most, if its answer cannot be read
 
     def __post_init__(self) -> None:
         for name in _PLACE.findall(self.question):
-            if name not in self.known:
-                allowed = ", ".join(f"{{{known_name}}}" for known_name in self.known)
-                raise ValueError(f"question: {{{name}}} is unknown; allowed are {allowed}")
+            check_choice("question: what stands in braces", name, self.known)
         if not -math.inf < self.low < self.high < math.inf:
             raise ValueError(f"low={self.low!r} and high={self.high!r}: low must be below high")
-        check_at_least_one(attempts=self.attempts)
+        check_range(1, attempts=self.attempts)
         self._read, form = _reader(self.parse, self.low, self.high)
         self._reply = f"That could not be read. Answer with {form} and nothing else."
 
@@ -129,14 +118,12 @@ class Judge:
             return Verdict(math.nan, repeats, str(answer))
         if answer.is_cut:
             return Verdict(math.nan, repeats, "the answer was cut at max_tokens; raise it")
-        try:
-            number = self._read(answer.text[-LONGEST_ANSWER:])
-            if not self.low <= number <= self.high:
-                raise _Unreadable(f"not between low={self.low:g} and high={self.high:g}")
-        except _Unreadable as error:
-            quote = repr(answer.text[:LONGEST_QUOTE])
-            return Verdict(math.nan, repeats, f"{error}: {quote}")
-        return Verdict(number, repeats)
+        number = self._read(answer.text[-LONGEST_ANSWER:])
+        if isinstance(number, float):
+            if self.low <= number <= self.high:
+                return Verdict(number, repeats)
+            number = f"not between low={self.low:g} and high={self.high:g}"
+        return Verdict(math.nan, repeats, f"{number}: {answer.text[:LONGEST_QUOTE]!r}")
 
 
 def failure_of(verdicts: Sequence[Verdict]) -> str:
@@ -155,42 +142,39 @@ def _reader(parse: str, low: float, high: float) -> tuple[Read, str]:
         return lambda text: _last_number(text, low, high), between
     if kind == "json" and rest:
         return lambda text: _json_value(text, rest), f'a JSON object with {between} at "{rest}"'
-    if kind == "regex" and rest:
-        try:
+    if kind == "regex":
+        with blaming(f"parse={parse!r}"):
             pattern = re.compile(rest)
-        except re.error as error:
-            raise ValueError(f"parse={parse!r}: this is no regular expression: {error}") from error
-        if pattern.groups != 1:
-            raise ValueError(f"{parse=} has {pattern.groups} groups; it needs one for the number")
-        return lambda text: _matched(text, pattern), f"{between} in the form that was asked for"
-    raise ValueError(f"parse={parse!r}: give number, regex:PATTERN or json:KEY")
+        if pattern.groups == 1:
+            return lambda text: _matched(text, pattern), f"{between} in the form that was asked for"
+    raise ValueError(
+        f"parse={parse!r}: give number, json:KEY, or regex:PATTERN with one group for the number"
+    )
 
 
-def _last_number(text: str, low: float, high: float) -> float:
+def _last_number(text: str, low: float, high: float) -> float | str:
     # "7 on a scale from 0 to 10" is 7.
     for scale in _RANGE.finditer(text):
         if [float(end) for end in scale.groups()] == [low, high]:
             text = text.replace(scale[0], "")
     shares = [*_SHARE.finditer(text)]
     if not shares:
-        raise _Unreadable("no number")
+        return "no number"
     number, whole = shares[-1].groups()
     if whole is not None and float(whole) != high:
-        raise _Unreadable(f"not out of high={high:g}")
+        return f"not out of high={high:g}"
     return float(number)
 
 
-def _matched(text: str, pattern: re.Pattern[str]) -> float:
+def _matched(text: str, pattern: re.Pattern[str]) -> float | str:
     matches = [*pattern.finditer(text)]
-    if not matches:
-        raise _Unreadable("the pattern of parse does not match")
     try:
         return float(matches[-1][1])
-    except (TypeError, ValueError):
-        raise _Unreadable("the group of parse is no number") from None
+    except (IndexError, TypeError, ValueError):
+        return "the pattern of parse matches no number"
 
 
-def _json_value(text: str, key: str) -> float:
+def _json_value(text: str, key: str) -> float | str:
     decoder = json.JSONDecoder()
     number = None
     end = 0
@@ -205,8 +189,6 @@ def _json_value(text: str, key: str) -> float:
         else:
             number = value.get(key, number)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise _Unreadable(f"no JSON object with a number at {key!r}")
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf
+        return f"no JSON object with a number at {key!r}"
+    (finite,) = finite_numbers([number])
+    return finite

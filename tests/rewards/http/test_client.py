@@ -8,7 +8,6 @@ import threading
 import time
 from datetime import datetime
 from decimal import Decimal
-from email.utils import formatdate
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from support.hostile_servers import HOSTILE, TOKEN, jpeg, says
 from support.reward_servers import Received, Scripted, answering, chat, http, scripted, shown
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
+from flowgrpo_rc.rewards.http.client import JsonClient
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, build_terms
 from flowgrpo_rc.rewards.remote import Remote
@@ -37,16 +36,13 @@ def _token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def manager(url: str, **options: object) -> RewardManager:
-    term = {"url": url, "token_env": "REWARD_TOKEN", **options}
-    return RewardManager(RewardConfig(terms={"remote": term, "jpeg": {}}))
-
-
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_server_fails_its_own_samples_in_little_time(what, caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     with scripted(HOSTILE[what]) as server:
-        rewards = manager(server.url, **(PATIENT if what in SENT_AGAIN else QUICK))
+        limits = PATIENT if what in SENT_AGAIN else QUICK
+        remote = {"url": server.url, "token_env": "REWARD_TOKEN", **limits}
+        rewards = RewardManager(RewardConfig(terms={"remote": remote, "jpeg": {}}))
         start = time.monotonic()
         scored = rewards.collect([rewards.submit(IMAGES, PROMPTS)])
         seconds = time.monotonic() - start
@@ -68,12 +64,9 @@ def test_a_hostile_server_fails_its_own_samples_in_little_time(what, caplog, tmp
 def test_a_refused_connection_is_tried_again_until_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    rewards = manager(f"http://127.0.0.1:{port}", **PATIENT)
-    assert rewards.collect([rewards.submit(IMAGES, PROMPTS)]).parts["remote"].isnan().all()
-    rewards.close()
-    error = rewards.last_error["remote"]
-    assert "reached (ConnectError: All connection attempts fail" in error
-    assert "start the server first" in error
+    (answer,) = JsonClient(url=f"http://127.0.0.1:{port}", **PATIENT).post_all("/", [{}])
+    assert "reached (ConnectError: All connection attempts fail" in str(answer)
+    assert "start the server first" in str(answer)
 
 
 def test_a_name_lookup_without_end_does_not_hold_a_call(monkeypatch):
@@ -86,21 +79,6 @@ def test_a_name_lookup_without_end_does_not_hold_a_call(monkeypatch):
     done.set()
 
 
-@pytest.mark.parametrize("status", ["429 Too Many Requests", "502 Bad Gateway", "503 X", "504 X"])
-def test_a_busy_server_is_asked_again(status):
-    numbers = count()
-
-    def busy_twice(connection: socket.socket, received: Received, server: Scripted) -> None:
-        connection.sendall(http({}, status) if next(numbers) < 2 else http(jpeg(received)))
-
-    with scripted(busy_twice) as server:
-        rewards = manager(server.url, **PATIENT)
-        scored = rewards.collect([rewards.submit(IMAGES, PROMPTS)])
-        rewards.close()
-    assert scored.parts["remote"].tolist() == scored.parts["jpeg"].tolist()
-    assert len(server.received) == 3
-
-
 def test_a_redirect_is_not_followed():
     with scripted(answering(jpeg)) as other:
         aside = http("", "302 Found", headers=f"Location: {other.url}/v1/score\r\n")
@@ -110,19 +88,31 @@ def test_a_redirect_is_not_followed():
     assert other.received == []
 
 
-@pytest.mark.parametrize("form", ["1", "1.0", "date", "soon"])
-def test_a_pause_that_the_server_asks_for(form):
+@pytest.mark.parametrize(
+    ("status", "pause", "least"),
+    [
+        ("429 Too Many Requests", "1", 1),
+        ("502 Bad Gateway", "0.2", 0.2),
+        ("503 X", "soon", 0),
+        ("504 X", "", 0),
+    ],
+)
+def test_a_busy_server_is_asked_again_after_the_pause_that_it_asks_for(status, pause, least):
     numbers = count()
-    asked = formatdate(time.time() + 2, usegmt=True) if form == "date" else form
 
-    def busy_once(connection: socket.socket, received: Received, server: Scripted) -> None:
-        busy = http({}, "429 X", headers=f"Retry-After: {asked}\r\n")
-        connection.sendall(http({}) if next(numbers) else busy)
+    def busy_twice(connection: socket.socket, received: Received, server: Scripted) -> None:
+        busy = http({}, status, headers=f"Retry-After: {pause}\r\n")
+        connection.sendall(busy if next(numbers) < 2 else http({"a": 1}))
 
     start = time.monotonic()
-    with scripted(busy_once) as server:
-        assert JsonClient(url=server.url, **PATIENT).post_each("/", [{}]) == [{}]
-    assert time.monotonic() - start > (0 if form == "soon" else 1)
+    with scripted(busy_twice) as server:
+        assert JsonClient(url=server.url, **PATIENT).post_each("/", [{}]) == [{"a": 1}]
+    assert time.monotonic() - start > 2 * least
+    assert len(server.received) == 3
+
+
+FORM = r"must begin with https://.* a port up to 65535 .* no user, query or fragment"
+NO_TOKEN = r"name of an environment variable, not a token: .* is unset, or holds no token"
 
 
 @pytest.mark.parametrize(
@@ -131,34 +121,35 @@ def test_a_pause_that_the_server_asks_for(form):
         ({"url": "http://example.org"}, r"in the clear: use https"),
         ({"url": "http://0.0.0.0:8000"}, r"in the clear"),
         ({"url": "http://127.0.0.1.example.org"}, r"in the clear"),
-        ({"url": "ftp://127.0.0.1"}, r"must begin with https://"),
-        ({"url": "http://me:secret@127.0.0.1"}, r"must have no user, query or fragment"),
-        ({"url": "https://example.org/?token=secret"}, r"must have no user, query or fragment"),
-        ({"token_env": "tok-secret"}, r"must be the name of an environment variable, not a token"),
-        ({"token_env": "UNSET_VARIABLE"}, r"the environment variable of that name is unset"),
-        ({"token_env": "secret0f1e2d3c"}, r"the environment variable of that name is unset"),
-        ({"token_env": "BROKEN"}, r"or no token"),
-        ({"token_env": "QUOTED"}, r"or no token"),
-        ({"ca_file": "nowhere.pem"}, r"ca_file='nowhere\.pem': give a file of certificates in PEM"),
-        ({"url": "http://localhost:port"}, r"must have a port from 0 to 65535"),
+        ({"url": "ftp://127.0.0.1"}, FORM),
+        ({"url": "http://me:secret@127.0.0.1"}, FORM),
+        ({"url": "https://example.org/?token=secret"}, FORM),
+        ({"url": "http://localhost:port"}, FORM),
+        ({"url": "http://localhost:70000"}, FORM),
         ({"url": 8000}, r"reward\.terms\.remote: "),
+        ({"token_env": "tok-secret"}, NO_TOKEN),
+        ({"token_env": "secret0f1e2d3c"}, NO_TOKEN),
+        ({"token_env": "BROKEN"}, NO_TOKEN),
+        ({"ca_file": "nowhere.pem"}, r"ca_file='nowhere\.pem': give a file of certificates in PEM"),
         ({"part_names": "edit"}, r"part_names='edit': give a list, such as \[edit\]"),
-        ({"deadline_s": 0}, r"deadline_s=0: give a number above 0"),
+        ({"deadline_s": 0}, r"deadline_s=0: give a number of at least 0\.001"),
         ({"max_response_mb": float("inf")}, r"max_response_mb=inf"),
-        ({"max_attempts": 0}, r"max_attempts=0 must be at least 1"),
+        ({"max_attempts": 0}, r"max_attempts=0: give a whole number of at least 1"),
         ({"deadline": 3}, r"connection\.deadline: unknown option \(did you mean 'deadline_s'\?\)"),
-        ({"batch_size": 0}, r"batch_size=0"),
+        ({"batch_size": 2.5}, r"batch_size=2\.5: give a whole number of at least 1"),
     ],
 )
 def test_bad_options(options, message, monkeypatch):
-    for url in ("http://127.0.0.1:1", "http://[::1]:1/path", "https://example.org/rewards"):
-        JsonClient(url=url)
-    monkeypatch.setenv("BROKEN", "one\ntwo")
-    monkeypatch.setenv("QUOTED", 'one"two')
+    monkeypatch.setenv("BROKEN", 'one\n"two')
     term = {"url": "http://localhost:8000", **options}
     with pytest.raises(ValueError, match=message) as caught:
         build_terms(RewardConfig(terms={"remote": term}))
     assert "secret" not in str(caught.value)
+
+
+def test_addresses_that_are_safe():
+    for url in ("http://127.0.0.1:1", "http://[::1]:1/path", "https://example.org/rewards"):
+        JsonClient(url=url)
 
 
 def test_one_unanswered_image_does_not_fail_the_others():
@@ -176,8 +167,7 @@ def test_one_unanswered_image_does_not_fail_the_others():
     with scripted(reads) as server:
         reward = VlmOCR(url=f"{server.url}/v1", model="reader", **PATIENT)
         scores = reward(IMAGES, prompts)
-        with pytest.raises(ServerError, match="no chat completion"):
-            reward(IMAGES[1:2], prompts[1:2])
+        assert np.isnan(reward(IMAGES[1:2], prompts[1:2]).values).all()
     assert np.array_equal(scores.values, [1.0, np.nan, 1.0], equal_nan=True)
     assert np.array_equal(scores.parts["exact"], [1.0, np.nan, 0.0], equal_nan=True)
     assert scores.failure == "1 of 3 images have no answer: the answer is no chat completion"
@@ -186,11 +176,11 @@ def test_one_unanswered_image_does_not_fail_the_others():
     }
 
 
-@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
-def test_a_token_that_the_server_refuses(status: str) -> None:
-    with scripted(says(http({}, status))) as server:
-        (answer,) = JsonClient(url=server.url, **QUICK).post_all("/", [{}])
-    assert f"answered {status[:3]}: token_env must name" in str(answer)
+def test_a_token_that_the_server_refuses() -> None:
+    for status in ("401 Unauthorized", "403 Forbidden"):
+        with scripted(says(http({}, status))) as server:
+            (answer,) = JsonClient(url=server.url, **QUICK).post_all("/", [{}])
+        assert f"answered {status[:3]}: token_env must name" in str(answer)
 
 
 @pytest.mark.parametrize("value", [datetime(2026, 1, 2), Decimal("0.5"), b"a", float("nan")])

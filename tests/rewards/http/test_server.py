@@ -39,6 +39,7 @@ from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.remote import Remote
 
 TOKEN = "tok-of-the-server"
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (5, 9, 14, 3), dtype=np.uint8)
 PROMPTS = [
@@ -57,8 +58,8 @@ class Video(Reward):
         if any(prompt.index == 3 for prompt in prompts):
             raise RuntimeError("broken on purpose")
         first = samples[:, :, 0, 0, 0].astype(float)
-        parts = {"last": first[:, -1].tolist(), "more": first[:, 0]}
-        return Scores(values=[None, *first[1:, 0]], parts=parts)
+        columns = {"last": first[:, -1].tolist(), "more": first[:, 0]}
+        return Scores(values=[None, *first[1:, 0]], parts=columns)
 
 
 @contextmanager
@@ -145,7 +146,7 @@ def test_texts_and_parts():
     texts = ["0", "x1", "2", "", "4"]
     with served(ExactMatch()) as url:
         assert remote(url, part_names=("contains",))(texts, PROMPTS) == ExactMatch()(texts, PROMPTS)
-        with pytest.raises(ValueError, match="the answer lacks the part 'edit'"):
+        with pytest.raises(ValueError, match="the part 'edit' of the answer must be a list"):
             remote(url, part_names=("edit",))(texts, PROMPTS)
 
 
@@ -185,27 +186,23 @@ def test_a_request_whose_client_is_gone_is_not_scored():
         first = pool.submit(remote(url), ["first"], PROMPTS[:1])
         assert reward.begun.wait(60)
         with pytest.raises(ServerError, match="no answer within"):
-            remote(url, deadline_s=2)(["gone"], PROMPTS[:1])
+            remote(url, deadline_s=1)(["gone"], PROMPTS[:1])
         reward.go.set()
         first.result()
         remote(url)(["last"], PROMPTS[:1])
     assert reward.scored == ["first", "last"]
 
 
-def test_of_a_chat_the_text_is_sent():
-    chat = Prompt(text="1+1", index=0, messages=({"role": "user", "content": "1+1"},))
-    samples, prompts = decode(json.loads(json.dumps(encode(["2"], [chat]))))
-    assert (samples, prompts) == (["2"], [Prompt(text="1+1", index=0)])
-
-
 def test_samples_prompts_and_their_images_arrive_as_they_were_sent(tmp_path):
     file = base64.b64decode(encode_png(IMAGES[0]))
     (tmp_path / "a.png").write_bytes(file)
-    prompts = [replace(PROMPTS[0], images=(str(tmp_path / "a.png"), file)), *PROMPTS[1:]]
+    chat = replace(PROMPTS[1], messages=({"role": "user", "content": "1+1"},))
+    prompts = [replace(PROMPTS[0], images=(str(tmp_path / "a.png"), file)), chat, *PROMPTS[2:]]
     request = encode(IMAGES, prompts)
     assert ["images" in row for row in request["prompts"]] == [True] + [False] * (len(prompts) - 1)
     samples, received = decode(json.loads(json.dumps(request)))
     assert np.array_equal(samples, IMAGES)
+    # Of a chat, the text is sent.
     assert received == [replace(PROMPTS[0], images=(file, file)), *PROMPTS[1:]]
 
 
@@ -216,56 +213,58 @@ HUGE = base64.b64encode(_FILE.getvalue()).decode()  # a small file with many pix
 GOOD = {"kind": "image", "samples": [PNG], "prompts": [{"text": "a"}]}
 
 
+SAMPLES = "must be text and strings, image and PNG files in base64, or video and lists"
+COUNT = "as many samples as prompts, and at least one"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "latent"}, "kind must be one of"),
-        ({"samples": []}, "0 samples but 1 prompts"),
-        ({"samples": [PNG, PNG]}, "2 samples but 1 prompts"),
+        ({"kind": "latent"}, "this reward scores images, not latents"),
+        ({"samples": []}, COUNT),
+        ({"samples": [PNG, PNG]}, COUNT),
+        ({"more": 1}, COUNT),
         ({"samples": ["AAAA"]}, "PNG file in base64"),
         ({"samples": [PNG[: len(PNG) // 2]]}, "PNG file in base64"),
         ({"samples": [[PNG]]}, "PNG file in base64"),
         ({"samples": [PNG, encode_png(IMAGES[0, :5])], "prompts": [{}, {}]}, "one size"),
-        ({"kind": "text"}, "this reward scores images, not texts"),
-        ({"kind": "text", "samples": [1]}, "texts must be strings"),
-        ({"kind": "video", "samples": [PNG]}, "lists of images"),
-        ({"kind": "video", "samples": [[]]}, "lists of images"),
-        ({"prompts": ["a"]}, "a prompt is an object"),
-        ({"prompts": [{"text": 1}]}, "texts must be strings"),
-        ({"prompts": [{"__class__": "x"}]}, "a prompt is an object"),
-        ({"prompts": [{"images": "AAAA"}]}, "images must be files in base64"),
+        ({"prompts": ["a"]}, "a prompt is an object with text, "),
+        ({"prompts": [{"text": 1}]}, "not text=1"),
+        ({"prompts": [{"__class__": "x"}]}, "not __class__='x'"),
+        ({"prompts": [{"images": "AAAA"}]}, "images (a list of files)"),
         ({"prompts": [{"images": ["no base64"]}]}, "images must be files in base64"),
+        ({"prompts": [{"images": [1]}]}, "images must be files in base64"),
         ({"prompts": [{"images": ["AAAA"]}]}, "cannot be read as a picture"),
         ({"prompts": [{"images": [HUGE] * 2}]}, "too many pixels"),
-        ({"more": 1}, "an object with kind"),
     ],
 )
 def test_bad_requests_are_refused_in_words(change, said, jpegs):
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    done = httpx2.post(f"{jpegs}/v1/score", json=GOOD | change, headers=headers)
+    done = httpx2.post(f"{jpegs}/v1/score", json=GOOD | change, headers=HEADERS)
     assert (done.status_code, said in done.json()["detail"]) == (422, True), done.text
 
 
+@pytest.mark.parametrize(
+    ("kind", "sample"), [("text", 1), ("video", PNG), ("video", []), ("latent", PNG)]
+)
+def test_samples_of_another_kind_are_refused(kind, sample):
+    with pytest.raises(ValueError, match=SAMPLES):
+        decode(GOOD | {"kind": kind, "samples": [sample]})
+
+
 def test_who_gets_in():
-    with served(Jpeg(), max_body_mb=0.01) as url:
+    with served(Jpeg(), max_body_mb=0.01) as url, httpx2.Client() as client:
 
         def status(**options: Any) -> int:
-            headers = {"Authorization": f"Bearer {TOKEN}"} | options.pop("headers", {})
-            return httpx2.post(f"{url}/v1/score", headers=headers, **options).status_code
+            headers = HEADERS | options.pop("headers", {})
+            return client.post(f"{url}/v1/score", headers=headers, **options).status_code
 
         assert status(json=GOOD) == 200
-        assert status(json=GOOD, headers={"Authorization": ""}) == 401
-        assert status(json=GOOD, headers={"Authorization": f"Bearer {TOKEN}x"}) == 401
-        assert status(json=GOOD, headers={"Authorization": TOKEN}) == 401
-        assert status(content=b"{}") == 415
-        said = {"Content-Type": "application/json"}
-        assert status(content=b"[" * 5_000, headers=said) == 422
+        for wrong in ("", f"Bearer {TOKEN}x", TOKEN):
+            assert status(json=GOOD, headers={"Authorization": wrong}) == 401
+        assert status(content=b"[" * 5_000) == 422
         assert status(json={"samples": "a" * 20_000}) == 413
-        assert status(content=(b" " * 5_000 for _ in range(9)), headers=said) == 413
-        assert httpx2.get(f"{url}/v1/reward").status_code == 401
-        assert httpx2.get(f"{url}/openapi.json").status_code == 404
-        about = httpx2.get(f"{url}/v1/reward", headers={"Authorization": f"Bearer {TOKEN}"}).json()
-    assert about == {"name": "Jpeg", "kind": "image", "part_names": [], "requires_target": False}
+        assert status(content=(b" " * 5_000 for _ in range(9))) == 413
+        assert client.get(f"{url}/openapi.json").status_code == 404
 
 
 def test_a_body_has_a_deadline(jpegs: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +275,7 @@ def test_a_body_has_a_deadline(jpegs: str, monkeypatch: pytest.MonkeyPatch) -> N
             time.sleep(0.05)
             yield b" "
 
-    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-    answer = httpx2.post(f"{jpegs}/v1/score", content=drips(), headers=headers)
+    answer = httpx2.post(f"{jpegs}/v1/score", content=drips(), headers=HEADERS)
     assert answer.status_code == 408
 
 
@@ -286,7 +284,7 @@ def test_a_body_has_a_deadline(jpegs: str, monkeypatch: pytest.MonkeyPatch) -> N
     [
         (["jpg"], "did you mean 'jpeg'"),
         (["jpeg", "quality"], "write options of the reward as key=value"),
-        (["jpeg", "quality=500"], "quality=500 is not between 1 and 95"),
+        (["jpeg", "quality=500"], "quality=500: give a whole number from 1 to 95"),
         (["jpeg", "quality={"], "quality={ is no YAML"),
         (["jpeg", "quality=!!python/object/apply:os.getcwd []"], "os.getcwd [] is no YAML"),
         (["jpeg", "--host", "0.0.0.0"], "--certificate and --key"),
@@ -313,27 +311,21 @@ class Connection(asyncio.Transport):
         self._door.leave(self)
 
 
-def test_a_connection_has_a_deadline_until_it_is_let_in() -> None:
-    async def run() -> tuple[bool, bool]:
-        door = Door(deadline_s=0.05)
-        stranger, guest = Connection(door), Connection(door)
-        for each in (stranger, guest):
-            door.knock(each)
-        door.leave(guest)
-        await asyncio.sleep(0.2)
-        return stranger.closed, guest.closed
+async def knocked(count: int, door: Door) -> list[bool]:
+    """Returns which of the connections are closed, of which the first one was let in."""
+    connections = [Connection(door) for _ in range(count)]
+    for place, connection in enumerate(connections):
+        door.knock(connection)
+        if place == 0:
+            door.leave(connection)
+    await asyncio.sleep(0.1)
+    return [connection.closed for connection in connections]
 
-    assert asyncio.run(run()) == (True, False)
+
+def test_a_connection_has_a_deadline_until_it_is_let_in() -> None:
+    assert asyncio.run(knocked(2, Door(deadline_s=0.02))) == [False, True]
 
 
 def test_a_new_connection_takes_the_place_of_the_oldest() -> None:
-    async def run() -> list[bool]:
-        door = Door(deadline_s=60, most=2)
-        connections = [Connection(door) for _ in range(5)]
-        door.knock(connections[0])
-        door.leave(connections[0])
-        for each in connections[1:]:
-            door.knock(each)
-        return [each.closed for each in connections]
-
-    assert asyncio.run(run()) == [False, True, True, False, False]
+    closed = asyncio.run(knocked(5, Door(deadline_s=60, most=2)))
+    assert closed == [False, True, True, False, False]

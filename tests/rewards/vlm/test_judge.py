@@ -10,16 +10,16 @@ import pytest
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.http.client import ServerError
-from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm
 from flowgrpo_rc.rewards.vlm.judge import Judge, failure_of
+from flowgrpo_rc.rewards.vlm.models import Answer, Question, Vlm
 
 QUESTION = Question(pictures=[], text="how good?")
 NAMES = ("prompt", "target", "low", "high")
 
 
 def judge_of(vlm: Vlm, question: str = "how good?", **options: Any) -> Judge:
-    given = {"parse": "number", "low": 0, "high": 10, "attempts": 1} | options
-    return Judge(vlm, question, NAMES, **given)
+    settings = {"parse": "number", "low": 0, "high": 10, "attempts": 1} | options
+    return Judge(vlm, question, NAMES, **settings)
 
 
 class Says(Vlm):
@@ -35,7 +35,7 @@ class Says(Vlm):
     def answer(self, questions):
         self.heard.append(questions)
         said = self.times[len(self.heard) - 1]
-        return [Answer(one, False) if isinstance(one, str) else one for one in said]
+        return [Answer(answer, False) if isinstance(answer, str) else answer for answer in said]
 
 
 def judged(parse: str, said: str, *, low: float = 0, high: float = 10) -> float:
@@ -100,19 +100,19 @@ def test_it_asks_again_in_the_same_conversation_and_only_what_it_could_not_read(
     vlm = Says(
         ["5", "nice", ServerError("gone"), Answer("12 or", True), "very nice"], ["6", "7", "great"]
     )
-    found = judge_of(vlm, attempts=2).ask([QUESTION] * 5)
-    assert [verdict.repeats for verdict in found] == [0, 1, 0, 1, 1]
-    assert [one.number for one in found] == pytest.approx(
+    verdicts = judge_of(vlm, attempts=2).ask([QUESTION] * 5)
+    assert [verdict.repeats for verdict in verdicts] == [0, 1, 0, 1, 1]
+    assert [verdict.number for verdict in verdicts] == pytest.approx(
         [5, 6, math.nan, 7, math.nan], nan_ok=True
     )
     assert [len(heard) for heard in vlm.heard] == [5, 3]
     assert [question.turns[0][0] for question in vlm.heard[1]] == ["nice", "12 or", "very nice"]
     assert "a number from 0 to 10" in vlm.heard[1][0].turns[0][1]
     assert vlm.heard[1][0].text == QUESTION.text
-    assert found[2].failure == "gone"
-    assert found[4].failure == "no number: 'great'"
-    assert failure_of(found) == "2 of 5 questions have no answer that counts: gone"
-    assert failure_of(found[:2]) == ""
+    assert verdicts[2].failure == "gone"
+    assert verdicts[4].failure == "no number: 'great'"
+    assert failure_of(verdicts) == "2 of 5 questions have no answer that counts: gone"
+    assert failure_of(verdicts[:2]) == ""
 
 
 def test_a_cut_answer_does_not_count() -> None:
@@ -124,15 +124,17 @@ def test_a_cut_answer_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parse": "last"}, r"parse='last': give number, regex:PATTERN or json:KEY"),
+        (
+            {"parse": "last"},
+            r"parse='last': give number, json:KEY, or regex:PATTERN with one group",
+        ),
         ({"parse": "json:"}, r"parse='json:': give"),
-        ({"parse": "regex:("}, r"this is no regular expression"),
-        ({"parse": "regex:a"}, r"has 0 groups; it needs one"),
-        ({"parse": "regex:(a)(b)"}, r"has 2 groups"),
+        ({"parse": "regex:("}, r"parse='regex:\(' cannot be read: missing \), unterminated"),
+        ({"parse": "regex:(a)(b)"}, r"parse='regex:\(a\)\(b\)': give .* with one group"),
         ({"low": 10}, r"low=10 and high=10: low must be below high"),
         ({"high": math.inf}, r"high=inf"),
-        ({"attempts": 0}, r"attempts=0 must be at least 1"),
-        ({"question": "{promt}"}, r"\{promt\} is unknown; allowed are \{prompt\}, \{target\}"),
+        ({"attempts": 0}, r"attempts=0: give a whole number of at least 1"),
+        ({"question": "{promt}"}, r"question: .* in braces='promt': allowed are prompt, target"),
     ],
 )
 def test_wrong_options(options: dict[str, object], message: str) -> None:

@@ -11,8 +11,7 @@ from support.tiny_vlm import IDS, VOCABULARY, save_vlm
 from transformers import Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from flowgrpo_rc.rewards.vlm.base import Answer, Question
-from flowgrpo_rc.rewards.vlm.local import LocalVlm
+from flowgrpo_rc.rewards.vlm.models import Answer, LocalVlm, Question
 
 IMAGES = np.random.default_rng(1).integers(0, 256, (3, 30, 60, 3), dtype=np.uint8)
 LENGTH = 6
@@ -54,7 +53,7 @@ def oracle(folder: Path, pictures: list[np.ndarray], turns: list[str]) -> Answer
 
 def test_it_says_the_likeliest_words_in_any_batch(folder: Path) -> None:
     """The questions of a batch have other lengths, one is shown two pictures, one is repeated."""
-    asked = [
+    conversations = [
         ([IMAGES[0]], ["rate it"]),
         ([IMAGES[1], IMAGES[2, :, :29]], ["two of the dog the cat"]),
         ([IMAGES[2]], ["the cat 1 2 3 4 5 6 7 8 9 the dog"]),
@@ -62,9 +61,9 @@ def test_it_says_the_likeliest_words_in_any_batch(folder: Path) -> None:
     ]
     questions = [
         Question(pictures=pictures, text=first, turns=((said[0], said[1]),) if said else ())
-        for pictures, (first, *said) in asked
+        for pictures, (first, *said) in conversations
     ]
     vlm = LocalVlm(path=str(folder), device="cpu", dtype="fp32", batch_size=3, max_tokens=LENGTH)
-    found = vlm.answer(questions)
-    assert found == [oracle(folder, pictures, turns) for pictures, turns in asked]
-    assert len({answer.text for answer in found}) > 1
+    answers = vlm.answer(questions)
+    assert answers == [oracle(folder, pictures, turns) for pictures, turns in conversations]
+    assert len({answer.text for answer in answers}) > 1
