@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
@@ -45,7 +46,7 @@ _FREE = """
 class RunFolder:
     """The paths of a run.
 
-    They are config.yaml, environment.json, inputs.json, metrics.jsonl, health.jsonl,
+    They are config.yaml, decided.json, environment.json, inputs.json, metrics.jsonl, health.jsonl,
     rejected.jsonl, samples/, checkpoints/, lora/, lora_best/, rollouts/ if asked for, suites/ after
     an evaluation by suites, and debug/ after an update that failed.
     """
@@ -53,6 +54,8 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
+        self.decided = root / "decided.json"
+        self.environment = root / "environment.json"
         self.inputs = root / "inputs.json"
         self.metrics = root / "metrics.jsonl"
         self.health = root / "health.jsonl"
@@ -106,11 +109,21 @@ class RunFolder:
         device: torch.device,
         processes: int,
         inputs: Mapping[str, Input],
-        facts: Mapping[str, Any] | None = None,
+        facts: Mapping[str, str] = MappingProxyType({}),
+        suites: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Writes config.yaml, environment.json with `facts`, and inputs.json."""
+        """Writes the files that describe a run.
+
+        Args:
+          config: its settings, for config.yaml.
+          device, processes: the machine, for environment.json.
+          inputs: what it reads, for inputs.json.
+          facts: what was decided, by name, for decided.json.
+          suites: protocols of its suites, by name, for environment.json.
+        """
         self.write_settings(config)
         write_inputs(self.inputs, inputs)
+        write_atomic(self.decided, json.dumps(redact(facts), indent=1).encode())
         # `python -m` gives the path of a file of this package; a script of the user's has its name.
         program = Path(sys.argv[0])
         modules = {"train.py": ["flowgrpo-rc", "train"], "__main__.py": ["flowgrpo-rc"]}
@@ -126,10 +139,11 @@ class RunFolder:
             "packages": {name: _version(name) for name in _PACKAGES.split()},
             "started": datetime.now().astimezone().isoformat(timespec="minutes"),
         }
-        environment |= {name: value for name, value in (facts or {}).items() if value}
+        if suites:
+            environment["suites"] = dict(suites)
         if (commit := _commit()) is not None:
             environment["git"] = commit
-        write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
+        write_atomic(self.environment, json.dumps(environment, indent=1).encode())
 
     def write_settings(self, config: Mapping[str, Any]) -> None:
         """Writes config.yaml without secrets."""

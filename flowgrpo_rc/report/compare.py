@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.report import folder as files
 from flowgrpo_rc.report.charts import Chart, Points, Series, known, merged, shown, smoothed
 from flowgrpo_rc.report.correction import mean_by_timestep, timestep_chart
@@ -90,9 +89,8 @@ def _read(folders: Sequence[Path]) -> list[ComparedRun]:
             titles = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
     runs = []
     for title, folder, config, run_rows in zip(titles, folders, configs, rows, strict=True):
-        with blaming(f"{folder}: config.yaml or environment.json"):
-            run_facts = facts(config, files.environment(folder), run_rows)
-        runs.append(ComparedRun(title, folder, run_rows, dict(files.leaves(config)), run_facts))
+        settings = dict(files.leaves(config))
+        runs.append(ComparedRun(title, folder, run_rows, settings, facts(folder)))
     return runs
 
 

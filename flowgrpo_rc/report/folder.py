@@ -11,7 +11,7 @@ from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.records.run_folder import flat_settings
+from flowgrpo_rc.records.run_folder import RunFolder, flat_settings
 from flowgrpo_rc.records.samples import png_bytes, read_grid
 from flowgrpo_rc.redaction import redact
 
@@ -40,6 +40,13 @@ def environment(run_dir: Path) -> dict[str, Any]:
     """Returns the machine and the versions that the run had; ValueError if they are damaged."""
     path = run_dir / "environment.json"
     return dict(redact(read_mapping(path))) if path.is_file() else {}
+
+
+def decided(run_dir: Path) -> dict[str, str]:
+    """Returns what the run decided at its start, by name; {} for a run that has not said so."""
+    path = RunFolder(run_dir).decided
+    facts = redact(read_mapping(path)) if path.is_file() else {}
+    return {name: str(value) for name, value in facts.items()}
 
 
 def setting(tree: Mapping[str, Any], name: str) -> Any:
