@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
@@ -22,14 +22,14 @@ from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.reading import blaming, parse_mapping
-from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.metrics_file import MetricsFile, Row
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.samples import png_bytes, read_grid
 from flowgrpo_rc.records.suite_files import read_suite_results
 from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.report.charts import known
 from flowgrpo_rc.report.folder import decided, environment
-from flowgrpo_rc.report.series import Row, points_of
+from flowgrpo_rc.report.series import points_of
 
 if TYPE_CHECKING:
     from flowgrpo_rc.config.tree import Config
@@ -121,7 +121,7 @@ def check_card(folder: Path) -> None:
         )
 
 
-def _samples(folder: Path, run: RunFolder, step: int) -> list[dict[str, Any]]:
+def _samples(folder: Path, run: RunFolder, step: int) -> list[Row]:
     """Copies the first held-out pictures of a step beside the card; returns its `widget`."""
     stem = run.samples_stem(step)
     if (texts := stem.with_suffix(".jsonl")).is_file():
@@ -140,7 +140,7 @@ def _samples(folder: Path, run: RunFolder, step: int) -> list[dict[str, Any]]:
     return widget
 
 
-def _metadata(config: Config, widget: list[dict[str, Any]]) -> str:
+def _metadata(config: Config, widget: list[Row]) -> str:
     makes = "text-to-image" if config.rollout.pipeline.num_frames is None else "text-to-video"
     is_text = config.model.kind == "causal_lm"
     data = ModelCardData(

@@ -1,11 +1,10 @@
 """The lines at the head of a page: what a run decided, and where and when it ran."""
 
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from flowgrpo_rc.reading import blaming
+from flowgrpo_rc.records.metrics_file import Row
 from flowgrpo_rc.report import folder
 
 _VERSIONS = ("flowgrpo-rc", "git", "torch", "diffusers", "transformers")
@@ -33,7 +32,7 @@ def facts(run_dir: Path) -> list[tuple[str, str, str]]:
     return [(_WORDS.get(name, ""), name, value) for name, value in lines.items() if value]
 
 
-def _start(environment: Mapping[str, Any]) -> dict[str, str]:
+def _start(environment: Row) -> dict[str, str]:
     started = environment.get("started")
     device = environment.get("device")
     processes = environment.get("processes")

@@ -11,11 +11,12 @@ import yaml
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.records.best import BestEvaluation
+from flowgrpo_rc.records.metrics_file import Row
 from flowgrpo_rc.report import correction, folder, suites
 from flowgrpo_rc.report.charts import Chart, Series, known, merged, smoothed
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
-from flowgrpo_rc.report.series import Row, charts_of, distinct, ends, names_below, phases, points_of
+from flowgrpo_rc.report.series import charts_of, distinct, ends, names_below, phases, points_of
 
 # Title, its word, note, thresholds, the metrics drawn.
 _UPDATE = """

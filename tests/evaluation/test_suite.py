@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,6 @@ def own(tmp_path: Path) -> Path:
     path = folder / "mine.yaml"
     path.write_text(OWN)
     return path
-
-
-def test_a_prompt_that_its_reward_cannot_score_is_named_with_its_line(own: Path) -> None:
-    own.write_text(with_reward("ocr: {}"))
-    (own.parent / "own.txt").write_text('a "CAFE"\na "ЖУК"\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"mine\.yaml: prompts: .*own\.txt, line 2: .*ocr: .*'ж'"):
-        read_suites([str(own)], "image")
 
 
 @pytest.mark.parametrize("name", bundled_suites())
@@ -92,19 +86,15 @@ def test_a_base_keeps_the_keys_of_its_sampler_that_a_file_does_not_name(own: Pat
     assert read_suite(str(own)).sampler == {"height": 48, "width": 512, "num_inference_steps": 40}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_an_unknown_suite_is_named() -> None:
+    for source, message in (
         ("geneval", "no suite 'geneval' (did you mean 'geneval-style'?)"),
         ("drawbnch-style", "did you mean 'drawbench-style'?"),
         ("nothing.yaml", "there is no file nothing.yaml"),
         ("words:nothing.txt", "suite words:nothing.txt: prompts: there is no file"),
-    ],
-)
-def test_an_unknown_suite_is_named(given: str, message: str) -> None:
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the message is compared below
-        read_suites([given], "image")
-    assert message in str(refused.value)
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_suites([source], "image")
 
 
 @pytest.mark.parametrize(
@@ -140,14 +130,16 @@ def test_an_unknown_suite_is_named(given: str, message: str) -> None:
 )
 def test_what_is_wrong_with_a_file_is_told(own: Path, content: str, message: str) -> None:
     own.write_text(content)
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the message is compared below
+    with pytest.raises(ValueError, match=f"{re.escape(str(own))}.*{re.escape(message)}"):
         read_suites([str(own)], "image")
-    assert str(own) in str(refused.value)
-    assert message in str(refused.value)
 
 
-def test_a_reward_of_another_kind_and_a_name_twice(own: Path) -> None:
+def test_what_prompts_rewards_and_names_do_not_allow(own: Path) -> None:
     with pytest.raises(ValueError, match=r"suite .*mine.yaml: reward.terms.jpeg scores images"):
         read_suites([str(own)], "text")
     with pytest.raises(ValueError, match="two suites are called 'mine'"):
         read_suites([str(own), str(own)], "image")
+    own.write_text(with_reward("ocr: {}"))
+    (own.parent / "own.txt").write_text('a "CAFE"\na "ЖУК"\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mine\.yaml: prompts: .*own\.txt, line 2: .*ocr: .*'ж'"):
+        read_suites([str(own)], "image")

@@ -58,15 +58,12 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+    assert section(tmp_path) == ""  # without suites
     (tmp_path / "suites").mkdir()
     result = '{"prompts": 4, "seeds": 2, "sampler": {}, "digest": "", "comparisons": {}}'
     (tmp_path / "suites" / "mine.json").write_text(result)
     with pytest.raises(ValueError, match=r"mine.json cannot be read: 'groups' is missing"):
         section(tmp_path)
-
-
-def test_without_suites_there_is_no_section(tmp_path: Path) -> None:
-    assert section(tmp_path) == ""
 
 
 @pytest.mark.parametrize(
