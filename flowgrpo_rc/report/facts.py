@@ -5,6 +5,7 @@ from pathlib import Path
 
 from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.records.metrics_file import Row
+from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.report import folder
 
 _VERSIONS = ("flowgrpo-rc", "git", "torch", "diffusers", "transformers")
@@ -26,9 +27,10 @@ def facts(run_dir: Path) -> list[tuple[str, str, str]]:
 
     ValueError if decided.json or environment.json is damaged.
     """
+    lines = folder.decided(run_dir)
     environment = folder.environment(run_dir)
-    with blaming(f"{run_dir}: environment.json"):
-        lines = folder.decided(run_dir) | _start(environment)
+    with blaming(RunFolder(run_dir).environment):
+        lines |= _start(environment)
     return [(_WORDS.get(name, ""), name, value) for name, value in lines.items() if value]
 
 

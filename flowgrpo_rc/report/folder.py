@@ -39,15 +39,16 @@ def config(run_dir: Path) -> dict[str, object]:
 
 def environment(run_dir: Path) -> Row:
     """Returns the machine and the versions that the run had; ValueError if they are damaged."""
-    path = run_dir / "environment.json"
-    return dict(redact(read_mapping(path))) if path.is_file() else {}
+    return _mapping(RunFolder(run_dir).environment)
 
 
 def decided(run_dir: Path) -> dict[str, str]:
     """Returns what the run decided at its start, by name; {} for a run that has not said so."""
-    path = RunFolder(run_dir).decided
-    facts = redact(read_mapping(path)) if path.is_file() else {}
-    return {name: str(value) for name, value in facts.items()}
+    return {name: str(value) for name, value in _mapping(RunFolder(run_dir).decided).items()}
+
+
+def _mapping(path: Path) -> Row:
+    return dict(redact(read_mapping(path))) if path.is_file() else {}
 
 
 def setting(tree: Mapping[str, object], name: str) -> Any:

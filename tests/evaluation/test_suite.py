@@ -18,7 +18,7 @@ def with_reward(terms: str) -> str:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def suite_file(tmp_path: Path) -> Path:
     """A suite in a folder that is not the working directory."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -42,34 +42,34 @@ def test_bundled_suites_are_whole(name: str) -> None:
         assert len({groups.count(group) for group in groups}) == 1
 
 
-def test_a_file_of_the_users(own: Path) -> None:
-    suite = read_suite(str(own))
+def test_a_file_of_the_users(suite_file: Path) -> None:
+    suite = read_suite(str(suite_file))
     assert suite.name == "mine"
     assert [prompt.text for prompt in suite.prompts] == [f"prompt {i}" for i in range(10)]
     assert suite.reward.terms == {"jpeg": {"weight": 2.0, "quality": 80}}
-    own.write_text(f"{OWN}name: other\nseeds: 3\nn: 4\n")
-    suite = read_suite(str(own))
+    suite_file.write_text(f"{OWN}name: other\nseeds: 3\nn: 4\n")
+    suite = read_suite(str(suite_file))
     assert (suite.name, suite.seeds) == ("other", 3)
     # From all over the file.
     assert [prompt.index for prompt in suite.prompts] == [0, 2, 5, 7]
 
 
-def test_a_base_and_other_prompts(own: Path) -> None:
-    own.write_text("base: geneval-style\nn: 12\nreward: {terms: {jpeg: {}}}\n")
-    suite = read_suite(str(own))
+def test_a_base_and_other_prompts(suite_file: Path) -> None:
+    suite_file.write_text("base: geneval-style\nn: 12\nreward: {terms: {jpeg: {}}}\n")
+    suite = read_suite(str(suite_file))
     assert (suite.name, suite.by, len(suite.prompts)) == ("mine", "tag", 12)
     assert suite.reward.terms == {"jpeg": {}}
-    prompts = own.parent / "own.txt"
+    prompts = suite_file.parent / "own.txt"
     prompts.write_text('A sign that says "one"\nA sign that says "two"\n')
     suite = read_suite(f"ocr:{prompts}")
     assert (suite.name, [prompt.target for prompt in suite.prompts]) == ("ocr", ["one", "two"])
 
 
-def test_the_digest_follows_what_a_number_depends_on(own: Path) -> None:
+def test_the_digest_follows_what_a_number_depends_on(suite_file: Path) -> None:
     def digest(content: str, **run: int) -> str:
-        own.write_text(content)
+        suite_file.write_text(content)
         rollout = RolloutConfig(val_kwargs=EvaluationConfig(**run))
-        return read_suite(str(own)).protocol(rollout, text=False).digest
+        return read_suite(str(suite_file)).protocol(rollout, text=False).digest
 
     first = digest(OWN)
     assert first == digest(f"{OWN}sampler: {{num_inference_steps: 40}}")  # as the run has it
@@ -81,9 +81,13 @@ def test_the_digest_follows_what_a_number_depends_on(own: Path) -> None:
     assert digest(pinned, width=64) == digest(pinned)
 
 
-def test_a_base_keeps_the_keys_of_its_sampler_that_a_file_does_not_name(own: Path) -> None:
-    own.write_text("base: ocr\nsampler: {height: 48, guidance_scale: null}\n")
-    assert read_suite(str(own)).sampler == {"height": 48, "width": 512, "num_inference_steps": 40}
+def test_a_base_keeps_the_keys_of_its_sampler_that_a_file_does_not_name(suite_file: Path) -> None:
+    suite_file.write_text("base: ocr\nsampler: {height: 48, guidance_scale: null}\n")
+    assert read_suite(str(suite_file)).sampler == {
+        "height": 48,
+        "width": 512,
+        "num_inference_steps": 40,
+    }
 
 
 def test_an_unknown_suite_is_named() -> None:
@@ -128,18 +132,18 @@ def test_an_unknown_suite_is_named() -> None:
         (f"{OWN[:-2]}, timeout_s: two}}", "a value has the wrong type"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told(own: Path, content: str, message: str) -> None:
-    own.write_text(content)
-    with pytest.raises(ValueError, match=f"{re.escape(str(own))}.*{re.escape(message)}"):
-        read_suites([str(own)], "image")
+def test_what_is_wrong_with_a_file_is_told(suite_file: Path, content: str, message: str) -> None:
+    suite_file.write_text(content)
+    with pytest.raises(ValueError, match=f"{re.escape(str(suite_file))}.*{re.escape(message)}"):
+        read_suites([str(suite_file)], "image")
 
 
-def test_what_prompts_rewards_and_names_do_not_allow(own: Path) -> None:
+def test_what_prompts_rewards_and_names_do_not_allow(suite_file: Path) -> None:
     with pytest.raises(ValueError, match=r"suite .*mine.yaml: reward.terms.jpeg scores images"):
-        read_suites([str(own)], "text")
+        read_suites([str(suite_file)], "text")
     with pytest.raises(ValueError, match="two suites are called 'mine'"):
-        read_suites([str(own), str(own)], "image")
-    own.write_text(with_reward("ocr: {}"))
-    (own.parent / "own.txt").write_text('a "CAFE"\na "ЖУК"\n', encoding="utf-8")
+        read_suites([str(suite_file), str(suite_file)], "image")
+    suite_file.write_text(with_reward("ocr: {}"))
+    (suite_file.parent / "own.txt").write_text('a "CAFE"\na "ЖУК"\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"mine\.yaml: prompts: .*own\.txt, line 2: .*ocr: .*'ж'"):
-        read_suites([str(own)], "image")
+        read_suites([str(suite_file)], "image")

@@ -124,11 +124,11 @@ def test_the_card_shows_samples_of_the_scored_step(tmp_path: Path, config: Confi
     prompts = [f'a sign: "{i}"' for i in range(6)]
     stem = tmp_path / "samples" / "step_000002"
     save_grid(stem.with_suffix(".png"), images, ["sign 0.5"] * 6, prompts)
-    found = card(tmp_path, config)
+    written = card(tmp_path, config)
     urls = [f"images/{i}.png" for i in range(4)]
     widget = [{"text": prompts[i], "output": {"url": urls[i]}} for i in range(4)]
-    assert found.data.to_dict()["widget"] == widget
-    assert re.findall(r"!\[sample \d\]\((.*?)\)", found.text) == urls
+    assert written.data.to_dict()["widget"] == widget
+    assert re.findall(r"!\[sample \d\]\((.*?)\)", written.text) == urls
     for url in urls:
         with Image.open(tmp_path / url) as picture:
             assert picture.size == (128, 128)

@@ -8,7 +8,7 @@ import os
 import re
 import sqlite3
 import sys
-from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -31,28 +31,27 @@ def test_which_loggers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accelerate_loggers(["console", "wandb", "wandb"]) == ["wandb"]
 
 
-def noting(name: str) -> Callable[..., None]:
-    """Returns a method that notes its call, and raises if it shall."""
-
-    def method(self: Recorder, *given: object, **options: object) -> None:
-        self.asked.append(name)
-        if name == self.raises_at:
-            raise SystemExit("no: api_key=topsecret")
-
-    return method
-
-
 class Recorder(GeneralTracker):
     """Writes down what it is asked for, and raises at one thing."""
 
     name, requires_logging_directory, raises_at = "recorder", False, ""
-    start, log, log_images = noting("start"), noting("log"), noting("image")
-    store_init_configuration, alert, finish = noting("settings"), noting("alert"), noting("finish")
 
     def __init__(self, project_name: str, **options: object) -> None:
         super().__init__()
         self.asked: list[str] = []
         made.append(self)
+
+    def _note(self, name: str, *arguments: object, **options: object) -> None:
+        self.asked.append(name)
+        if name == self.raises_at:
+            raise SystemExit("no: api_key=topsecret")
+
+    start = partialmethod(_note, "start")
+    log = partialmethod(_note, "log")
+    log_images = partialmethod(_note, "image")
+    store_init_configuration = partialmethod(_note, "settings")
+    alert = partialmethod(_note, "alert")
+    finish = partialmethod(_note, "finish")
 
     @property
     def tracker(self) -> Recorder:
