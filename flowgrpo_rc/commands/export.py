@@ -8,8 +8,8 @@ from huggingface_hub import HfApi
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.finding import checkpoint_and_run
 from flowgrpo_rc.config.tree import stored_config
-from flowgrpo_rc.exports.hub import check_push, push
-from flowgrpo_rc.exports.model_card import check_card, export_with_card
+from flowgrpo_rc.exports.hub import Repository
+from flowgrpo_rc.exports.model_card import LoraExport, check_card, export_with_card
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.checkpoint import CheckpointError, load_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -43,9 +43,10 @@ def export_checkpoint(
         raise ValueError("--public has no effect without --push-to-hub: drop it")
     if Path(out).is_file():
         raise ValueError(f"--out {out} is a file: give a folder")
-    api = HfApi()
+    repository = None
     if push_to_hub is not None:
-        check_push(api, push_to_hub, public=public)
+        repository = Repository(HfApi(), push_to_hub, public=public)
+        repository.check()
     check_card(Path(out))
     path, run_dir = checkpoint_and_run(checkpoint)
     if Path(out).resolve() == run_dir.resolve():
@@ -55,8 +56,8 @@ def export_checkpoint(
     if "lora" not in loaded.tensors:
         raise CheckpointError(f"{path}: manifest.json does not list lora.safetensors")
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
-    card = {"raw": raw, "source": push_to_hub}
-    written = export_with_card(config, run_dir, loaded.step, tensors, Path(out), **card)
-    if push_to_hub is None:
+    lora = LoraExport(step=loaded.step, tensors=tensors, raw=raw, source=push_to_hub)
+    written = export_with_card(config, run_dir, lora, Path(out))
+    if repository is None:
         return written, None
-    return written, push(api, Path(out), push_to_hub, public=public, others=others_in(tensors))
+    return written, repository.push(Path(out), others_in(tensors))

@@ -12,6 +12,7 @@ from flowgrpo_rc.records.run_folder import RunFolder, flat_settings
 from flowgrpo_rc.spec.check_inputs import inputs_of
 from flowgrpo_rc.spec.checks import RunInputs
 from flowgrpo_rc.spec.run_spec import RunSpec
+from flowgrpo_rc.spec.tell import tell
 
 
 def check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
@@ -50,8 +51,8 @@ def prepare_folder(
         suite.name: suite.protocol(config.rollout, text=spec.is_text).told()
         for suite in inputs.prompts.suites
     }
-    further = {"first_prompt": inputs.first_prompt, "suites": suites}
-    folder.create(settings, processes.device, processes.count, inputs.read, further)
+    facts = tell(spec, inputs.first_prompt)
+    folder.create(settings, processes.device, processes.count, inputs.read, facts, suites)
     rows = MetricsFile(folder.metrics)
     redone = [row["step"] for row in rows.rows() if row["step"] > max(step, 0)]
     for file in (rows, MetricsFile(folder.rejected), MetricsFile(folder.health)):

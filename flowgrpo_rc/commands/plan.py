@@ -4,16 +4,15 @@ With `--fit` it proposes settings that fit a card.
 """
 
 import argparse
-from dataclasses import asdict
 
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
 from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.planning.fit import Fitter, Proposal, gib_of
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
-from flowgrpo_rc.report.facts import told
 from flowgrpo_rc.spec.machine import check_planned
 from flowgrpo_rc.spec.run_spec import RunSpec
+from flowgrpo_rc.spec.tell import lines_of, tell
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -23,8 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     if isinstance(result, Proposal):
         print(result)
         return EXIT_OK if result.fits else EXIT_FAILED
-    has_mode = spec.mode is not None
-    print(f"{result}\n\ntrains\n{told(asdict(spec.config), asdict(spec.given), has_mode=has_mode)}")
+    print(f"{result}\n\ntrains\n{lines_of(tell(spec))}")
     return EXIT_OK
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.exports.hub import Uploads
-from flowgrpo_rc.exports.model_card import export_with_card
+from flowgrpo_rc.exports.model_card import LoraExport, export_with_card
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.best import BestEvaluation
 from flowgrpo_rc.records.checkpoint import PARTIAL, list_checkpoints, load_checkpoint
@@ -35,8 +35,8 @@ def export_step(
     partial = folder.lora / f"{PARTIAL}{final.name}"
     for path in (partial, final):
         shutil.rmtree(path, ignore_errors=True)
-    repo = config.trainer.push_to_hub
-    export_with_card(config, folder.root, step, tensors, partial, source=repo)
+    lora = LoraExport(step=step, tensors=tensors, source=config.trainer.push_to_hub)
+    export_with_card(config, folder.root, lora, partial)
     partial.rename(final)
     if uploads is not None:
         uploads.add(final, step, others_in(tensors))
@@ -56,12 +56,14 @@ def leave_results(config: Config, folder: RunFolder, uploads: Uploads | None = N
         shutil.rmtree(folder.lora_best, ignore_errors=True)  # it may be of steps that are redone
         for path, into, subfolder in places:
             if path.is_dir():
-                found = load_checkpoint(path)
-                tensors = found.tensors.get("ema", found.tensors["lora"])
-                card = {"source": repo, "subfolder": subfolder}
-                export_with_card(config, folder.root, found.step, tensors, into, **card)
+                saved = load_checkpoint(path)
+                tensors = saved.tensors.get("ema", saved.tensors["lora"])
+                lora = LoraExport(
+                    step=saved.step, tensors=tensors, source=repo, subfolder=subfolder
+                )
+                export_with_card(config, folder.root, lora, into)
                 if uploads is not None:
-                    uploads.add(into, found.step, others_in(tensors), subfolder)
+                    uploads.add(into, saved.step, others_in(tensors), subfolder)
         write_report(folder.root)
     except OSError as error:
         raise OSError(

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,12 +29,12 @@ from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer
-from flowgrpo_rc.report.facts import ratio, told
 from flowgrpo_rc.rollout.devices import AUTO
 from flowgrpo_rc.spec.check_folder import can_be_extended, how_from_lora
 from flowgrpo_rc.spec.checks import RunInputs, check_run
 from flowgrpo_rc.spec.cores import stay_on_own_core
 from flowgrpo_rc.spec.run_spec import RunSpec
+from flowgrpo_rc.spec.tell import lines_of, ratio, tell
 from flowgrpo_rc.training.trainer import Trainer
 
 # Called with a step and its metrics, by name; step 0 is the first evaluation. True ends the run
@@ -57,10 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
         samples = f"{config.rollout.n} samples (rollout.n)"
         steps = config.trainer.total_training_steps
         print(f"  Each step      {prompts}, each with {samples}; {steps} steps")
-        trained, given = asdict(config), asdict(spec.given)
-        print(
-            told(trained, given, has_mode=spec.mode is not None, first_prompt=inputs.first_prompt)
-        )
+        print(lines_of(tell(spec, inputs.first_prompt)))
         return EXIT_OK
     return EXIT_OK if run(spec, at_once=True) is None else EXIT_STOPPED
 
@@ -90,10 +87,9 @@ def run(
             if inputs.resumed is None:
                 spec = _agreed(spec, processes, console)
             check_same_rewards(spec, processes)
-            if spec.mode is not None:
-                parts = ratio(asdict(spec.config), asdict(spec.given))
+            if facts := ratio(spec):
                 console.message(
-                    "; ".join(f"{name.lower()}: {part}" for name, part in parts.items())
+                    "; ".join(f"{name.lower()}: {fact}" for name, fact in facts.items())
                 )
             if inputs.first_prompt:
                 console.message(f"first prompt: {inputs.first_prompt}")

@@ -1,19 +1,22 @@
 """Held-out evaluation: samples with fixed seeds, scored by the training rewards."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.rewards.base import batches
+from flowgrpo_rc.rewards.base import Samples, batches
 from flowgrpo_rc.rewards.collect import collect_rewards, record_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.config import EvaluationConfig
 
+Sample = np.ndarray | str  # an image, a video or a text
 NUM_SHOWN = 16
 NUM_FOLLOWED = 4  # of them, at more steps than those of evaluations
 SEED = 42  # of the noise of held-out samples, in every run
@@ -22,12 +25,13 @@ SEED = 42  # of the noise of held-out samples, in every run
 class HeldOut(NamedTuple):
     """Held-out samples."""
 
-    samples: Any  # images, videos or texts; None if they were not decoded
+    samples: Samples | None  # None if they were not decoded
     latents: Tensor | None = None  # of images, [N, ...]; None for texts
 
     def first(self, count: int) -> "HeldOut":
         """Returns the first `count` samples."""
-        return HeldOut(*(None if column is None else column[:count] for column in self))
+        samples = None if self.samples is None else self.samples[:count]
+        return HeldOut(samples, None if self.latents is None else self.latents[:count])
 
 
 class HeldOutSampler(Protocol):
@@ -42,9 +46,54 @@ class HeldOutScores(NamedTuple):
     """Scores of the held-out prompts, and samples of the first ones from all processes."""
 
     metrics: MetricBag  # `reward` and its components, not yet reduced
-    samples: Sequence[Any]
+    samples: Sequence[Sample]
     prompts: Sequence[Prompt]  # of these samples
     scores: Sequence[float]  # of these samples
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Prompts, each with the seed of its noise, and how their samples are made and scored."""
+
+    sample: HeldOutSampler
+    prompts: Sequence[Prompt]
+    seeds: Sequence[int]
+    rewards: RewardManager
+    batch_size: int
+
+    def ask(
+        self, processes: Processes, first: int | None = None, *, show: int
+    ) -> tuple[Rewards, Sequence[Sample]]:
+        """Draws a sample for each prompt and scores it; each process makes a contiguous share.
+
+        Sharded weights are gathered by all processes at once, so all must run the same forwards. A
+        share that is too small is filled up with the last prompt, whose samples are dropped. With
+        `first` only so many prompts are asked.
+
+        Returns the rewards of this share, and the first `show` samples of all, the same everywhere.
+        """
+        prompts = self.prompts[:first]
+        seeds = self.seeds[:first]
+        share = -(-len(prompts) // processes.count)
+        of_share = slice(processes.rank * share, (processes.rank + 1) * share)
+        shared_prompts = prompts[of_share]
+        missing = share - len(shared_prompts)
+        filled = [*shared_prompts, *[prompts[-1]] * missing]
+        filled_seeds = [*seeds[of_share], *[seeds[-1]] * missing]
+        shown: list[Sample] = []
+        handles = []
+        for rows in batches(share, self.batch_size):
+            shows = len(shown) < show
+            decode = shows or self.rewards.needs_samples
+            drawn = self.sample(filled[rows], filled_seeds[rows], decode=decode)
+            if batch := shared_prompts[rows]:
+                scored = drawn.first(len(batch))
+                handles.append(self.rewards.submit(scored.samples, batch, scored.latents))
+            if shows and drawn.samples is not None:
+                shown.extend(drawn.samples)
+        rewards = collect_rewards(self.rewards, handles, processes, grouped=False)
+        # Shares are contiguous, so those of all processes follow each other.
+        return rewards, processes.gather_objects(shown)[:show] if show else ()
 
 
 class Evaluator:
@@ -61,66 +110,18 @@ class Evaluator:
         rewards: RewardManager,
     ) -> None:
         """Takes the first `config.n` held-out prompts."""
-        self._sample = sample
-        self._rewards = rewards
-        self._batch_size = config.batch_size
-        self._prompts = list(prompts)[: config.n]
-        self._seeds = [derive_seed(SEED, "evaluation", p.index) for p in self._prompts]
+        evaluated = prompts[: config.n]
+        seeds = [derive_seed(SEED, "evaluation", prompt.index) for prompt in evaluated]
+        self._questions = Questions(sample, evaluated, seeds, rewards, config.batch_size)
 
     def run(self, processes: Processes, first: int | None = None) -> HeldOutScores:
         """Evaluates this process's contiguous share; the metrics are exact after reduction.
 
         With `first` only so many prompts are evaluated.
         """
-        prompts = self._prompts[:NUM_SHOWN][:first]
-        rewards, shown = score_samples(
-            self._sample,
-            self._prompts[:first],
-            self._seeds[:first],
-            self._rewards,
-            processes,
-            batch_size=self._batch_size,
-            show=len(prompts),
-        )
+        prompts = self._questions.prompts[:NUM_SHOWN][:first]
+        rewards, shown = self._questions.ask(processes, first, show=len(prompts))
         metrics = MetricBag()
         record_rewards(metrics, rewards, prefix="val", total="reward")
         scores = processes.gather_objects(rewards.total.tolist())[: len(prompts)]
         return HeldOutScores(metrics, shown, prompts, scores)
-
-
-def score_samples(
-    sample: HeldOutSampler,
-    prompts: Sequence[Prompt],
-    seeds: Sequence[int],
-    rewards: RewardManager,
-    processes: Processes,
-    *,
-    batch_size: int,
-    show: int,
-) -> tuple[Rewards, Sequence[Any]]:
-    """Draws a sample for each prompt and scores it; each process makes a contiguous share.
-
-    Sharded weights are gathered by all processes at once, so all must run the same forwards. A
-    share that is too small is filled up with the last prompt, whose samples are dropped.
-
-    Returns the rewards of this share, and the first `show` samples of all, the same everywhere.
-    """
-    share = -(-len(prompts) // processes.count)
-    mine = slice(processes.rank * share, (processes.rank + 1) * share)
-    own = prompts[mine]
-    missing = share - len(own)
-    filled = [*own, *[prompts[-1]] * missing]
-    filled_seeds = [*seeds[mine], *[seeds[-1]] * missing]
-    made: list[Any] = []
-    handles = []
-    for rows in batches(share, batch_size):
-        showing = len(made) < show
-        drawn = sample(filled[rows], filled_seeds[rows], decode=showing or rewards.needs_samples)
-        if batch := own[rows]:
-            scored = drawn.first(len(batch))
-            handles.append(rewards.submit(scored.samples, batch, scored.latents))
-        if showing:
-            made.extend(drawn.samples)
-    collected = collect_rewards(rewards, handles, processes, grouped=False)
-    # Shares are contiguous, so those of all processes follow each other.
-    return collected, processes.gather_objects(made)[:show] if show else ()

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import places_of, read_prompts
 from flowgrpo_rc.files import plain_yaml
-from flowgrpo_rc.plugins import check_least, check_options, did_you_mean, in_seconds
+from flowgrpo_rc.plugins import check_choice, check_least, check_options, did_you_mean, in_seconds
 from flowgrpo_rc.rewards.base import prompt_name
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
@@ -47,7 +47,7 @@ class SuiteProtocol(NamedTuple):
     digest also covers prompts, samples of each, and rewards, without addresses and devices.
     """
 
-    sampler: Mapping[str, Any]
+    sampler: Mapping[str, object]
     digest: str
 
     def told(self) -> str:
@@ -72,14 +72,14 @@ class Suite:
 
     def protocol(self, rollout: RolloutConfig, *, text: bool) -> SuiteProtocol:
         """Returns how a run asks the suite; `text` of a language model."""
-        own = self.applied(rollout)
+        applied = self.applied(rollout)
+        read: object = applied.held_out_spec()
         names: tuple[str, ...] = (*SAMPLED, "max_sequence_length")
-        read: Any = own.held_out_spec()
         if text:
+            read = replace(applied, temperature=applied.val_kwargs.temperature)
             names = ("temperature", "prompt_length", "response_length")
-            read = replace(own, temperature=own.val_kwargs.temperature)
-        found = {name: getattr(read, name) for name in names}
-        sampler = {name: value for name, value in found.items() if value is not None}
+        settings = {name: getattr(read, name) for name in names}
+        sampler = {name: value for name, value in settings.items() if value is not None}
         terms = {
             name: {key: value for key, value in term.items() if key not in _OF_MACHINES}
             for name, term in self.reward.terms.items()
@@ -99,57 +99,61 @@ def bundled_suites() -> list[str]:
     return sorted(path.stem for path in assets.SUITES.glob("*.yaml"))
 
 
-def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
+def read_suites(sources: Sequence[str], *kinds: str) -> list[Suite]:
     """Reads suites for a model that makes `kinds`; refuses what can be known without loading it.
 
     Each is the name of a bundled suite, NAME:FILE for a bundled suite with other prompts, or a
     file. The message of the ValueError names the suite.
     """
     suites = []
-    for text in given:
-        suite = read_suite(text, chats="text" in kinds)
-        with _blaming(text):
+    useless = SAMPLED if "text" in kinds else ("temperature",)
+    for source in sources:
+        suite = read_suite(source, chats="text" in kinds)
+        with _blaming(source):
             terms = build_terms(suite.reward)
             check_kind(terms, *kinds)
             check_needs(terms)
-            for key in SAMPLED if "text" in kinds else ("temperature",):
-                if key in suite.sampler:
-                    raise ValueError(f"sampler.{key} has no effect on {' and '.join(kinds)}")
+            keys = [f"sampler.{key}" for key in useless if key in suite.sampler]
+            _refuse(f"{key} has no effect on {' and '.join(kinds)}" for key in keys)
         suites.append(suite)
-    for name, count in Counter(suite.name for suite in suites).items():
-        if count > 1:
-            raise ValueError(f"two suites are called {name!r}: give one another `name` in its file")
+    counts = Counter(suite.name for suite in suites)
+    twice = [name for name, count in counts.items() if count > 1]
+    _refuse(
+        f"two suites are called {name!r}: give one another `name` in its file" for name in twice
+    )
     return suites
 
 
-def read_suite(given: str, *, chats: bool = False) -> Suite:
+def read_suite(source: str, *, chats: bool = False) -> Suite:
     """Reads a suite as `read_suites` does; does not ask whether its reward works here.
 
     `chats` is that of `read_prompts`.
     """
-    name, _, prompts = given.partition(":")
-    path = _path(given, name)
-    with _blaming(given):
-        content = {"name": path.stem, "seeds": 2, "n": None, "by": None} | _content(path)
+    name, _, prompts = source.partition(":")
+    path = _path(source, name)
+    with _blaming(source):
+        content = {"name": path.stem, "seeds": 2, "by": None, "sampler": {}} | _content(path)
         if prompts:
             content["prompts"] = [Path(prompts)]
-        n = content.pop("n")
+        n = content.pop("n", None)
         check_options(Suite, content, "key", others=("base", "n"))
         return _suite(content, n, chats)
 
 
-def _path(given: str, name: str) -> Path:
-    if name in bundled_suites():
+def _path(source: str, name: str) -> Path:
+    bundled = bundled_suites()
+    if name in bundled:
         return assets.SUITES / f"{name}.yaml"
-    path = Path(given).expanduser()
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix in ENDINGS:
+        return path
+    problem = f"there is no file {source} of a suite in {Path.cwd()}"
     if path.suffix not in ENDINGS:
-        raise ValueError(
-            f"there is no suite {name!r}{did_you_mean(name, bundled_suites())}; there are "
-            f"{', '.join(bundled_suites())}, or give a file that ends in {' or '.join(ENDINGS)}"
+        problem = (
+            f"there is no suite {name!r}{did_you_mean(name, bundled)}; there are "
+            f"{', '.join(bundled)}, or give a file that ends in {' or '.join(ENDINGS)}"
         )
-    if not path.is_file():
-        raise ValueError(f"there is no file {given} of a suite in {Path.cwd()}")
-    return path
+    raise ValueError(problem)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -162,84 +166,88 @@ def _content(path: Path) -> dict[str, Any]:
         content["prompts"] = [path.parent / Path(str(file)).expanduser() for file in files]
     if base is None:
         return content
-    if str(base) not in bundled_suites():
-        raise ValueError(f"base: {base!r} is none of {', '.join(bundled_suites())}")
+    check_choice("base", str(base), bundled_suites())
     whole = _content(assets.SUITES / f"{base}.yaml")
     if isinstance(content.get("sampler"), Mapping):
         content["sampler"] = whole.get("sampler", {}) | content["sampler"]
     return whole | content
 
 
-def _suite(content: dict[str, Any], n: Any, chats: bool) -> Suite:
+def _suite(content: dict[str, Any], n: object, chats: bool) -> Suite:
     """Makes a suite of the keys of its file; `n` says how many of its prompts are asked."""
-    name, files, by = content["name"], content["prompts"], content["by"]
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"name: {name!r} must be letters, digits, - and _ alone")
-    for key, value in (("seeds", content["seeds"]), ("n", n)):
-        if not (value is None and key == "n") and (type(value) is not int or value < 1):
-            raise ValueError(f"{key}: {value!r} must be a whole number of at least 1")
-    content["sampler"] = _sampler(content.get("sampler", {}))
-    reward = _reward(content["reward"])
+    _refuse(_faults(content, n))
+    files = content["prompts"]
+    reward = RewardConfig(**in_seconds("reward", content["reward"]))
     terms = build_terms(reward)
-    for term_name, term in terms.items():
-        if term.reward.groupwise:
-            raise ValueError(
-                f"reward.terms.{term_name} compares a group, and a suite scores samples alone"
-            )
+    groupwise = [name for name, term in terms.items() if term.reward.groupwise]
+    words = "compares a group, and a suite scores samples alone"
+    _refuse(f"reward.terms.{name} {words}" for name in groupwise)
     needs_target = requires_target(terms)
     prompts = read_prompts(files, require_target=needs_target, key="prompts", chats=chats)
     check_prompts(terms, prompts, partial(places_of, files, "prompts"))
-    if n is not None and n < len(prompts):
+    if isinstance(n, int) and n < len(prompts):
         # From all over the file, since one category may follow another.
         prompts = [prompts[i * len(prompts) // n] for i in range(n)]
-    if len(prompts) < _LEAST_PROMPTS:
-        raise ValueError(f"{len(prompts)} prompt: an interval needs at least {_LEAST_PROMPTS}")
-    for prompt in prompts:
-        if by is not None and by not in prompt.metadata:
-            fields = ", ".join(prompt.metadata) or "none"
-            named = prompt_name(prompt)
-            raise ValueError(f"by: {by!r} is no field of {named}, which has {fields}")
-    return Suite(**content | {"prompts": prompts, "reward": reward})
+    check_least("prompts for an interval", len(prompts), _LEAST_PROMPTS)
+    by = content["by"]
+    lacking = [prompt for prompt in prompts if by is not None and by not in prompt.metadata]
+    _refuse(
+        f"by: {by!r} is no field of {prompt_name(prompt)}, which has "
+        f"{', '.join(prompt.metadata) or 'none'}"
+        for prompt in lacking
+    )
+    sampler = {
+        key: _number(key)(value) for key, value in content["sampler"].items() if value is not None
+    }
+    return Suite(**content | {"prompts": prompts, "reward": reward, "sampler": sampler})
 
 
-def _sampler(given: Any) -> dict[str, Any]:
-    """Returns the keys of a suite's sampler, as whole or other numbers, without null."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"sampler: {given!r} must be keys of rollout.val_kwargs")
-    found = {}
-    for key, value in given.items():
+def _faults(content: Mapping[str, Any], n: object) -> Iterator[str]:
+    """Yields what is wrong with the values of a suite's file."""
+    name = content["name"]
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        yield f"name: {name!r} must be letters, digits, - and _ alone"
+    for key, count in (("seeds", content["seeds"]), ("n", 1 if n is None else n)):
+        if type(count) is not int or count < 1:
+            yield f"{key}: {count!r} must be a whole number of at least 1"
+    sampler = content["sampler"]
+    if not isinstance(sampler, Mapping):
+        yield f"sampler: {sampler!r} must be keys of rollout.val_kwargs"
+    for key, value in sampler.items():
+        number = _number(key)
         if key not in (*SAMPLED, "temperature"):
-            raise ValueError(f"sampler.{key}: unknown{did_you_mean(str(key), SAMPLED)}")
-        number = int if key in SAMPLED[:4] else float
+            yield f"sampler.{key}: unknown{did_you_mean(str(key), SAMPLED)}"
         if type(value) not in (int, number, type(None)):
-            raise ValueError(f"sampler.{key}: {value!r} must be a number ({number.__name__})")
+            yield f"sampler.{key}: {value!r} must be a number ({number.__name__})"
         check_least(f"sampler.{key}", value, LEAST.get(f"val_kwargs.{key}", 0))
-        if value is not None:
-            found[str(key)] = number(value)
-    return found
-
-
-def _reward(given: Any) -> RewardConfig:
-    if not isinstance(given, Mapping) or not isinstance(given.get("terms"), Mapping):
-        raise ValueError(
-            f"reward: {given!r} must be as the section `reward` of a run, such as "
+    reward = content["reward"]
+    if not isinstance(reward, Mapping) or not isinstance(reward.get("terms"), Mapping):
+        yield (
+            f"reward: {reward!r} must be as the section `reward` of a run, such as "
             "{terms: {ocr: {weight: 1.0}}}"
         )
-    for name in given["terms"]:
-        if name in _TAKEN:
-            raise ValueError(
-                f"reward.terms.{name}: a metric of every suite is called {name!r}; give the term "
-                "another name, and the reward as its _target_"
-            )
-    check_options(RewardConfig, given, "reward")
-    return RewardConfig(**in_seconds("reward", given))
+    for name in _TAKEN & reward["terms"].keys():
+        yield (
+            f"reward.terms.{name}: a metric of every suite is called {name!r}; give the term "
+            "another name, and the reward as its _target_"
+        )
+    check_options(RewardConfig, reward, "reward")
+
+
+def _number(key: object) -> type[int] | type[float]:
+    return int if key in SAMPLED[:4] else float
+
+
+def _refuse(faults: Iterable[str]) -> None:
+    """Raises ValueError with the first of the faults, if there are any."""
+    for fault in faults:
+        raise ValueError(fault)
 
 
 @contextmanager
-def _blaming(given: str) -> Iterator[None]:
+def _blaming(source: str) -> Iterator[None]:
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"suite {given}: {error}") from error
-    except TypeError as error:
-        raise ValueError(f"suite {given}: a value has the wrong type: {error}") from error
+    except (ValueError, TypeError) as error:
+        why = "a value has the wrong type: " if isinstance(error, TypeError) else ""
+        raise ValueError(f"suite {source}: {why}{error}") from error

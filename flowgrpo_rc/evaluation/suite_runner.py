@@ -5,7 +5,7 @@ Shapes: P prompts, S samples of each.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.evaluation.held_out import NUM_SHOWN, HeldOutSampler, score_samples
+from flowgrpo_rc.evaluation.held_out import NUM_SHOWN, HeldOutSampler, Questions, Sample
 from flowgrpo_rc.evaluation.intervals import PolicyComparison, compare
 from flowgrpo_rc.evaluation.suite import Suite, SuiteProtocol
 from flowgrpo_rc.rewards.manager import RewardManager
@@ -25,7 +25,7 @@ class SuiteScores(NamedTuple):
     """Holds what one policy got in a suite."""
 
     columns: Mapping[str, np.ndarray]  # `reward`, `term` and `term/part`, [P, S], NaN if unscored
-    shown: Sequence[Any]  # the first sample of the first prompts
+    shown: Sequence[Sample]  # the first sample of the first prompts
 
 
 class SuiteResult(NamedTuple):
@@ -41,7 +41,7 @@ class SuiteResult(NamedTuple):
     def metrics(self) -> MetricBag:
         """Returns the metrics of a step, the same on all processes."""
         change = self.comparisons[TOTAL].change
-        values = {name: found.tuned.mean for name, found in self.comparisons.items()} | {
+        values = {name: scores.tuned.mean for name, scores in self.comparisons.items()} | {
             "change": change.mean,
             "change_low": change.low,
             "change_high": change.high,
@@ -71,19 +71,18 @@ class SuiteRunner:
     ) -> None:
         """Loads nothing. `base` makes a context in which `sample` draws from the base model."""
         self._suite = suite
-        self._sample = sample
         self._base = base
-        self._batch_size = batch_size
         self._protocol = protocol
-        self._rewards = RewardManager(suite.reward)
         self._base_scores: SuiteScores | None = None
         # The first sample of every prompt comes first: they are the ones that are shown.
-        self._prompts = [*suite.prompts] * suite.seeds
-        self._seeds = [
+        prompts = [*suite.prompts] * suite.seeds
+        seeds = [
             derive_seed(number, "suite", prompt.index)
             for number in range(suite.seeds)
             for prompt in suite.prompts
         ]
+        rewards = RewardManager(suite.reward)
+        self._questions = Questions(sample, prompts, seeds, rewards, batch_size)
 
     def run(self, processes: Processes, *, show: bool = False) -> SuiteResult:
         """Scores the present weights, and compares them with the base model.
@@ -93,35 +92,25 @@ class SuiteRunner:
         if self._base_scores is None:
             with self._base():
                 self._base_scores = self._scores(processes, show=show)
-        base, tuned = self._base_scores, self._scores(processes, show=show)
-        before, after = base.columns, tuned.columns
-        groups = np.array(self._suite.groups())
-        return SuiteResult(
-            self._suite.name,
-            base,
-            tuned,
-            {name: compare(before[name], after[name]) for name in after},
-            {
-                name: compare(before[TOTAL][groups == name], after[TOTAL][groups == name])
-                for name in dict.fromkeys(groups.tolist())
-            },
-            self._protocol,
-        )
+        base = self._base_scores
+        tuned = self._scores(processes, show=show)
+        before = base.columns
+        after = tuned.columns
+        columns = {name: compare(before[name], after[name]) for name in after}
+        group_of = np.array(self._suite.groups())
+        groups = {
+            name: compare(before[TOTAL][group_of == name], after[TOTAL][group_of == name])
+            for name in dict.fromkeys(group_of.tolist())
+        }
+        return SuiteResult(self._suite.name, base, tuned, columns, groups, self._protocol)
 
     def close(self) -> None:
         """Ends the rewards."""
-        self._rewards.close()
+        self._questions.rewards.close()
 
     def _scores(self, processes: Processes, *, show: bool) -> SuiteScores:
-        rewards, shown = score_samples(
-            self._sample,
-            self._prompts,
-            self._seeds,
-            self._rewards,
-            processes,
-            batch_size=self._batch_size,
-            show=min(NUM_SHOWN, len(self._suite.prompts)) if show else 0,
-        )
+        num_shown = min(NUM_SHOWN, len(self._suite.prompts)) if show else 0
+        rewards, shown = self._questions.ask(processes, show=num_shown)
         named = {TOTAL: rewards.total, **rewards.parts}
         rows = torch.stack(list(named.values()), dim=1)
         whole = np.stack(processes.gather_objects(list(rows.numpy())))

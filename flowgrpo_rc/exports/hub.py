@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,71 @@ UPLOADED = (*EXPORT_NAMES.values(), CONFIG_NAME, CARD_NAME, f"{PICTURES}/*.png")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Repository:
+    """A repository of the Hub, `name` is user/name, that LoRAs are uploaded to."""
+
+    api: HfApi
+    name: str
+    public: bool = False  # if it is new; one that is public already needs this, too
+
+    def check(self, setting: str = "--push-to-hub") -> None:
+        """Raises ValueError or OSError, before anything is loaded, if `push` could not upload.
+
+        Nothing is created. `setting` is what asks for the upload.
+        """
+        try:
+            validate_repo_id(self.name)
+        except HFValidationError as error:
+            raise ValueError(f"{setting} {self.name!r}: {error}") from error
+        problem = ""
+        if self.name.count("/") != 1:
+            problem = f" {self.name!r}: write it as user/name or organization/name"
+        elif constants.HF_HUB_OFFLINE:
+            problem = " needs the network: unset HF_HUB_OFFLINE"
+        elif (self.api.token or get_token()) is None:
+            problem = " needs a token: run `hf auth login`, or set HF_TOKEN"
+        elif self._is_public() and not self.public:
+            problem = (
+                f" {self.name}: this repository is public; add --public (of flowgrpo-rc export)"
+            )
+        if problem:
+            raise ValueError(f"{setting}{problem}")
+
+    def _is_public(self) -> bool:
+        with _hub_errors():
+            self.api.whoami()
+            try:
+                return not self.api.model_info(self.name).private
+            except RepositoryNotFoundError:
+                return False
+
+    def push(
+        self,
+        folder: Path,
+        others: Sequence[str] = (),
+        *,
+        subfolder: str = "",
+        message: str = "Upload LoRA and model card",
+    ) -> str:
+        """Uploads a LoRA and its card, and returns the address of the repository.
+
+        The repository is created if there is none. `others` are transformers beside the first,
+        whose LoRAs lie in folders with their names.
+        """
+        further = [f"{name}/{EXPORT_NAMES['diffusion']}" for name in others]
+        with _hub_errors():
+            url = self.api.create_repo(self.name, private=not self.public, exist_ok=True)
+            self.api.upload_folder(
+                repo_id=self.name,
+                folder_path=folder,
+                path_in_repo=subfolder,
+                allow_patterns=[*UPLOADED, *further],
+                commit_message=message,
+            )
+        return str(url)
+
+
 class Uploads:
     """Uploads the LoRAs of a run in the background, to a private repository.
 
@@ -33,7 +99,7 @@ class Uploads:
     def __init__(self, api: HfApi, repo: str) -> None:
         """Begins to look whether the repository can be written."""
         self.repo = repo
-        self._api = api
+        self._repository = Repository(api, repo)
         self._checked = False
         self._last = {"": api.run_as_future(self._attempt)}  # by subfolder of the repository
 
@@ -41,79 +107,23 @@ class Uploads:
         """Uploads a folder that does not change any more, in place of one that still waits."""
         if subfolder in self._last:
             self._last[subfolder].cancel()
-        told = {"message": f"LoRA of step {step}", "subfolder": subfolder}
-        upload = partial(push, self._api, folder, self.repo, public=False, others=others, **told)
-        self._last[subfolder] = self._api.run_as_future(self._attempt, upload)
+        message = f"LoRA of step {step}"
+        push = partial(self._repository.push, folder, others, subfolder=subfolder, message=message)
+        self._last[subfolder] = self._repository.api.run_as_future(self._attempt, push)
 
     def finish(self) -> None:
         """Waits until the last uploads are done."""
         wait(self._last.values())
 
-    def _attempt(self, upload: Callable[[], str] | None = None) -> None:
+    def _attempt(self, push: Callable[[], str] | None = None) -> None:
         try:
             if not self._checked:
-                check_push(self._api, self.repo, public=False, setting="trainer.push_to_hub")
+                self._repository.check("trainer.push_to_hub")
                 self._checked = True
-            if upload is not None:
-                upload()
+            if push is not None:
+                push()
         except (OSError, ValueError) as error:
             logger.warning("nothing is uploaded now, and the run goes on: %s", error)
-
-
-def check_push(api: HfApi, repo: str, *, public: bool, setting: str = "--push-to-hub") -> None:
-    """Raises ValueError or OSError, before anything is loaded, if `push` could not upload a LoRA.
-
-    A repository that is public already needs `public`. Nothing is created. `setting` is what asks
-    for it.
-    """
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ValueError(f"{setting} {repo!r}: {error}") from error
-    if repo.count("/") != 1:
-        raise ValueError(f"{setting} {repo!r}: write it as user/name or organization/name")
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError(f"{setting} needs the network: unset HF_HUB_OFFLINE")
-    if (api.token or get_token()) is None:
-        raise ValueError(f"{setting} needs a token: run `hf auth login`, or set HF_TOKEN")
-    with _hub_errors():
-        api.whoami()
-        try:
-            private = api.model_info(repo).private
-        except RepositoryNotFoundError:
-            return
-    if not private and not public:
-        raise ValueError(
-            f"{setting} {repo}: this repository is public; add --public (of flowgrpo-rc export)"
-        )
-
-
-def push(
-    api: HfApi,
-    folder: Path,
-    repo: str,
-    *,
-    public: bool,
-    others: Sequence[str] = (),
-    subfolder: str = "",
-    message: str = "Upload LoRA and model card",
-) -> str:
-    """Uploads a LoRA and its card, and returns the address of the repository.
-
-    The repository is created if there is none, and is `public` then, or private. `others` are
-    transformers beside the first, whose LoRAs lie in folders with their names.
-    """
-    further = [f"{name}/{EXPORT_NAMES['diffusion']}" for name in others]
-    with _hub_errors():
-        url = api.create_repo(repo, private=not public, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            path_in_repo=subfolder,
-            allow_patterns=[*UPLOADED, *further],
-            commit_message=message,
-        )
-    return str(url)
 
 
 @contextmanager

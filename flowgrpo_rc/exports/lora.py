@@ -26,9 +26,9 @@ def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) 
     """
     if config.kind == "causal_lm":
         return _export_for_peft(state, config, folder)
-    for component, own in by_transformer(state).items():
+    for component, tensors in by_transformer(state).items():
         path = folder / export_name(config, component)
-        _export_for_diffusers(own, config, path)
+        _export_for_diffusers(tensors, config, path)
     return folder / export_name(config, FIRST)
 
 

@@ -6,10 +6,10 @@ It is a function of the run's folder. Paths, hosts and secrets of the training m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
@@ -19,17 +19,17 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED
 from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.losses.base import ForwardLoss
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.networks import others_in
-from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
-from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.reading import blaming, parse_mapping
+from flowgrpo_rc.records.metrics_file import MetricsFile, Row
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.samples import png_bytes, read_grid
 from flowgrpo_rc.records.suite_files import read_suite_results
 from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.report.charts import known
-from flowgrpo_rc.report.series import Row, points_of
+from flowgrpo_rc.report.folder import decided, environment
+from flowgrpo_rc.report.series import points_of
 
 if TYPE_CHECKING:
     from flowgrpo_rc.config.tree import Config
@@ -47,43 +47,32 @@ _MEASURED = (
     ("Effective sample size, fraction", "rollout_is_eff_sample_size"),
 )
 _DEFAULTS = {field.name: field.default for field in fields(RolloutCorrectionConfig)}
+# What the card's own table or its first line says already.
+_SAID = ("Model", "Reward", "LoRA", "Seed", "First prompt")
 
 
-def _noise_levels(config: Config) -> int:
-    """Returns at how many noise levels a finished sample is trained."""
-    loss = config.actor.diffusion_loss.loss()
-    assert isinstance(loss, ForwardLoss)
-    return config.rollout.evaluations() if loss.times is None else loss.times
+@dataclass(frozen=True, kw_only=True)
+class LoraExport:
+    """A LoRA of a run for other programs."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    raw: bool = False  # the last weights, not their average, which evaluations score
+    source: str | None = None  # the repository that users load it from, if there is one
+    subfolder: str = ""  # of that repository
 
 
-def export_with_card(
-    config: Config, run_dir: Path, step: int, tensors: Mapping[str, Tensor], into: Path, **card: Any
-) -> Path:
-    """Writes a LoRA and its card, which gets `card` as well; returns the file with the tensors."""
-    written = export_lora(tensors, config.model, into)
-    write_model_card(into, run_dir, config, step=step, others=others_in(tensors), **card)
+def export_with_card(config: Config, run_dir: Path, lora: LoraExport, into: Path) -> Path:
+    """Writes a LoRA and its card; returns the file with the tensors."""
+    written = export_lora(lora.tensors, config.model, into)
+    write_model_card(into, run_dir, config, lora)
     return written
 
 
-def write_model_card(
-    folder: Path,
-    run_dir: Path,
-    config: Config,
-    *,
-    step: int,
-    raw: bool = False,
-    source: str | None = None,
-    subfolder: str = "",
-    others: Sequence[str] = (),
-) -> Path:
-    """Writes `README.md` into the folder of a LoRA and returns its path.
-
-    `raw`: the last weights, not their average, which evaluations score. Users load from `subfolder`
-    of the repository `source`, if there is one; `others` are transformers beside the first, whose
-    LoRAs lie in folders with their names.
-    """
+def write_model_card(folder: Path, run_dir: Path, config: Config, lora: LoraExport) -> Path:
+    """Writes `README.md` into the folder of a LoRA and returns its path."""
     rows = MetricsFile(run_dir / "metrics.jsonl").numbers()
-    names, scores, evaluated = _scores(rows, step)
+    names, scores, evaluated = _scores(rows, lora.step)
     widget = [] if evaluated is None else _samples(folder, RunFolder(run_dir), evaluated)
     base = Path(config.model.path).name
     correction = config.algorithm.rollout_correction
@@ -95,29 +84,24 @@ def write_model_card(
         config=config,
         text=config.model.kind == "causal_lm",
         metadata=_metadata(config, widget),
-        pictures=[one["output"]["url"] for one in widget if "url" in one["output"]],
+        pictures=[sample["output"]["url"] for sample in widget if "url" in sample["output"]],
         hub_id=config.model.hub_id(),
         base=base,
         place=config.model.hub_id() or f"path/to/{base}",
-        source=source or "path/to/this/folder",
-        subfolder=subfolder if source else "",
-        others=others,
+        lora=lora,
+        source=lora.source or "path/to/this/folder",
+        subfolder=lora.subfolder if lora.source else "",
+        others=others_in(lora.tensors),
         weight_name=EXPORT_NAMES["diffusion"],
         versions=_versions(run_dir),
-        step=step,
-        raw=raw,
         score_names=names,
         scores=scores,
         evaluated=evaluated,
         # They were asked of the run's last weights, averaged.
-        suites=[] if raw or not rows or rows[-1]["step"] != step else _suites(run_dir),
-        correction=correction,
-        # Asked for finished samples alone: it imports the loss that the settings name.
-        noise_levels=partial(_noise_levels, config),
+        suites=[] if lora.raw or not rows or rows[-1]["step"] != lora.step else _suites(run_dir),
+        decided=[item for item in decided(run_dir).items() if item[0] not in _SAID],
         correction_set=[
-            (key, value)
-            for key, value in asdict(correction).items()
-            if value != _DEFAULTS[key] and key != "bypass_mode"
+            (name, value) for name, value in asdict(correction).items() if value != _DEFAULTS[name]
         ],
         measured=_measured(rows),
         warnings=MetricsFile(run_dir / "health.jsonl").rows(),
@@ -137,7 +121,7 @@ def check_card(folder: Path) -> None:
         )
 
 
-def _samples(folder: Path, run: RunFolder, step: int) -> list[dict[str, Any]]:
+def _samples(folder: Path, run: RunFolder, step: int) -> list[Row]:
     """Copies the first held-out pictures of a step beside the card; returns its `widget`."""
     stem = run.samples_stem(step)
     if (texts := stem.with_suffix(".jsonl")).is_file():
@@ -156,28 +140,25 @@ def _samples(folder: Path, run: RunFolder, step: int) -> list[dict[str, Any]]:
     return widget
 
 
-def _metadata(config: Config, widget: list[dict[str, Any]]) -> str:
+def _metadata(config: Config, widget: list[Row]) -> str:
     makes = "text-to-image" if config.rollout.pipeline.num_frames is None else "text-to-video"
-    library, task, tags = "diffusers", makes, [*_TAGS, "flow-matching"]
-    if config.model.kind == "causal_lm":
-        library, task, tags = "peft", "text-generation", [*_TAGS]
+    is_text = config.model.kind == "causal_lm"
     data = ModelCardData(
         base_model=config.model.hub_id(),
         base_model_relation=None if config.model.hub_id() is None else "adapter",
-        library_name=library,
-        pipeline_tag=task,
-        tags=tags,
+        library_name="peft" if is_text else "diffusers",
+        pipeline_tag="text-generation" if is_text else makes,
+        tags=[*_TAGS] if is_text else [*_TAGS, "flow-matching"],
         widget=widget or None,
     )
     return data.to_yaml().strip()
 
 
 def _versions(run_dir: Path) -> str:
-    path = run_dir / "environment.json"
-    if not path.is_file():
-        return ""
-    with blaming(path):
-        packages = read_mapping(path).get("packages", {})
+    with blaming(RunFolder(run_dir).environment):
+        packages = environment(run_dir).get("packages", {})
+        if not packages:
+            return ""
         libraries = ("torch", "diffusers", "transformers", "peft")
         named = [f"{name} {packages[name]}" for name in libraries if name in packages]
         return f" {packages.get('flowgrpo-rc', '')} ({', '.join(named)})"
@@ -190,7 +171,8 @@ def _scores(
     evaluations = [row for row in rows if row.get("val/reward") is not None and row["step"] <= step]
     if not evaluations:
         return (), (), None
-    first, last = evaluations[0], evaluations[-1]
+    first = evaluations[0]
+    last = evaluations[-1]
     names = [name for name in last if name.startswith("val/") and last[name] is not None]
     names.sort(key=lambda name: (name != "val/reward", name))
     before = "before" if first["step"] == 0 else f"step {first['step']}"
@@ -210,19 +192,19 @@ def _scores(
 
 def _suites(run_dir: Path) -> list[list[str]]:
     """Returns name, protocol, scores and change of each suite that the run was asked."""
-    found = []
+    rows = []
     for result in read_suite_results(RunFolder(run_dir).suites):
         base, tuned, change, _ = result.comparisons["reward"]
         scores = [f"{base.mean:.4f}", f"{tuned.mean:.4f}", f"{change.mean:+.4f}"]
-        found.append([result.name, result.protocol.told(), *scores])
-    return found
+        rows.append([result.name, result.protocol.told(), *scores])
+    return rows
 
 
 def _measured(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """Returns title, mean and largest value of what the run measured of the mismatch."""
-    found = []
-    for title, name in _MEASURED:
-        values = known(points_of(rows, name))
-        if values:
-            found.append((title, f"{sum(values) / len(values):.3g}", f"{max(values):.3g}"))
-    return found
+    columns = {title: known(points_of(rows, name)) for title, name in _MEASURED}
+    return [
+        (title, f"{fmean(values):.3g}", f"{max(values):.3g}")
+        for title, values in columns.items()
+        if values
+    ]

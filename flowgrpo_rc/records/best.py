@@ -1,7 +1,8 @@
 """The best held-out reward of a run so far. It follows from the rows of metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from flowgrpo_rc.records.metrics_file import Row
 
 
 class BestEvaluation:
@@ -11,7 +12,7 @@ class BestEvaluation:
       step: of that evaluation, the first of equals; None before one with a finite reward.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
         """Takes the rows of a run in their order; without evaluations they change nothing."""
         self.step: int | None = None
         self.reward = float("-inf")

@@ -115,17 +115,18 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint; CheckpointError for a file that is not as the manifest says."""
     manifest = _read_json(path, _MANIFEST)
     for name, digest in manifest.items():
+        damage = ""
         if not _PLAIN.fullmatch(name):
-            raise CheckpointError(f"{path}: {_MANIFEST} names {name!r}, which is no file here")
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path}: {name} is missing")
-        if _sha256(path / name) != digest:
-            raise CheckpointError(f"{path}: {name} is damaged: {_MANIFEST} has another SHA-256")
-    if _STATE not in manifest:
-        raise CheckpointError(f"{path}: {_MANIFEST} does not list {_STATE}")
-    state = _read_json(path, _STATE)
+            damage = f"{_MANIFEST} names {name!r}, which is no file here"
+        elif not (path / name).is_file():
+            damage = f"{name} is missing"
+        elif _sha256(path / name) != digest:
+            damage = f"{name} is damaged: {_MANIFEST} has another SHA-256"
+        if damage:
+            raise CheckpointError(f"{path}: {damage}")
+    state = _read_json(path, _STATE) if _STATE in manifest else {}
     if state.pop("step", None) != _step_of(path):
-        raise CheckpointError(f"{path}: {_STATE} is of another step")
+        raise CheckpointError(f"{path}: {_MANIFEST} lists no {_STATE}, or one of another step")
     stems = [Path(name).stem for name in manifest if name.endswith(".safetensors")]
     tensors = {stem: _tensors(path, stem) for stem in stems}
     return Checkpoint(step=_step_of(path), tensors=tensors, state=state)
@@ -135,20 +136,16 @@ def check_tensors(
     stem: str, stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     """Returns tensors of a checkpoint; CheckpointError for another name, shape or dtype."""
-    if stored.keys() != expected.keys():
-        different = sorted(stored.keys() ^ expected.keys())
+    forms = {name: _form(tensor) for name, tensor in stored.items()}
+    needed = {name: _form(tensor) for name, tensor in expected.items()}
+    different = sorted(name for name, _ in forms.items() ^ needed.items())
+    if different:
+        name = different[0]
         raise CheckpointError(
-            f"{stem}.safetensors of the checkpoint has other tensors than this run: "
-            f"{len(different)} names differ, the first is {different[0]}"
+            f"{stem}.safetensors of the checkpoint has other tensors than this run: {name} is "
+            f"{forms.get(name, 'missing')}, this run needs {needed.get(name, 'none')}; "
+            f"{len(set(different))} differ"
         )
-    for name, tensor in stored.items():
-        stored_form = _form(tensor)
-        needed_form = _form(expected[name])
-        if stored_form != needed_form:
-            raise CheckpointError(
-                f"{stem}.safetensors of the checkpoint: {name} is {stored_form}, this run "
-                f"needs {needed_form}"
-            )
     return stored
 
 
@@ -202,7 +199,7 @@ def _broken(tensors: Mapping[str, Mapping[str, Tensor]]) -> str:
     return f"{len(broken)} tensors are not finite, the first is {broken[0]}" if broken else ""
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True))
 
 

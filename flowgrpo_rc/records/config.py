@@ -104,26 +104,20 @@ class TrainerConfig:
         for name, least in _LEAST.items():
             check_least(f"trainer.{name}", getattr(self, name), least)
         number = self.num_processes
-        seconds = "give a number of seconds above 0"
-        some = number == AUTO or (isinstance(number, int) and number >= 1)
-        self._check("num_processes", some, f"give {AUTO}, or a number of at least 1")
-        self._check("max_time", self.max_time is None or self.max_time > 0, f"{seconds}, or null")
-        self._check("timeout_s", 0 < self.timeout_s < math.inf, seconds)
-        patience = self.patience
-        self._check("patience", patience is None or patience >= 1, "give at least 1, or null")
+        is_number = number == AUTO or (isinstance(number, int) and number >= 1)
         repo = self.push_to_hub
-        named = repo is None or re.fullmatch(r"[\w.-]+/[\w.-]+", repo) is not None
-        self._check("push_to_hub", named, "write user/name or organization/name, or null")
-        for name, least in (("patience", 1), ("suites", 0)):
-            value = getattr(self, name)
-            freq = self.test_freq
-            if value and freq < least:
-                raise ValueError(
-                    f"trainer.{name}={value} has no effect with trainer.test_freq={freq}: drop it "
-                    f"or set trainer.test_freq to {least} or more"
-                )
+        is_repo = repo is None or re.fullmatch(r"[\w.-]+/[\w.-]+", repo) is not None
+        seconds = "give a number of seconds above 0"
+        freq = f"has no effect with trainer.test_freq={self.test_freq}: drop it or set trainer."
+        for name, is_good, remedy in (
+            ("num_processes", is_number, f"give {AUTO}, or a number of at least 1"),
+            ("max_time", self.max_time is None or self.max_time > 0, f"{seconds}, or null"),
+            ("timeout_s", 0 < self.timeout_s < math.inf, seconds),
+            ("patience", self.patience is None or self.patience >= 1, "give at least 1, or null"),
+            ("push_to_hub", is_repo, "write user/name or organization/name, or null"),
+            ("patience", not self.patience or self.test_freq >= 1, f"{freq}test_freq to 1 or more"),
+            ("suites", not self.suites or self.test_freq >= 0, f"{freq}test_freq to 0 or more"),
+        ):
+            if not is_good:
+                raise ValueError(f"trainer.{name}={getattr(self, name)!r}: {remedy}")
         validate_loggers(self.logger)
-
-    def _check(self, name: str, good: bool, remedy: str) -> None:
-        if not good:
-            raise ValueError(f"trainer.{name}={getattr(self, name)!r}: {remedy}")

@@ -117,12 +117,9 @@ class Console:
         for row, comparison in [*comparisons.items(), *groups.items()]:
             change = comparison.change
             interval = f"{change.low:+.4f} to {change.high:+.4f}"
-            numbers = (
-                f"{comparison.base.mean:.4f}",
-                f"{comparison.tuned.mean:.4f}",
-                f"{change.mean:+.4f}",
-            )
-            table.add_row(row, str(comparison.num_prompts), *numbers, interval)
+            scores = (f"{score.mean:.4f}" for score in (comparison.base, comparison.tuned))
+            count = str(comparison.num_prompts)
+            table.add_row(row, count, *scores, f"{change.mean:+.4f}", interval)
         self._rich.print(table)
 
     def _print(self, styled: Text, plain: str) -> None:
@@ -137,7 +134,11 @@ class Console:
         if step == first_step or step >= self._total_steps:
             return ""
         seconds = (last_time - first_time) / (step - first_step) * (self._total_steps - step)
-        return f"  eta {_duration(seconds)}"
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        if hours:
+            return f"  eta {hours}h{minutes:02d}m"
+        return f"  eta {minutes}m{seconds:02d}s" if minutes else f"  eta {seconds}s"
 
 
 def _summary(metrics: Mapping[str, float]) -> str:
@@ -165,11 +166,3 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left")
     return table
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

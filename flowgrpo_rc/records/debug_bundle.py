@@ -34,10 +34,11 @@ def write_bundle(
     write_atomic(path, json.dumps(content, indent=1).encode())
 
 
-def _plain(value: Any) -> Any:
-    """Returns numbers, in lists and tensors if there are any, as JSON can hold them."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
+def _plain(column: Tensor | None) -> object:
+    return None if column is None else _finite(column.tolist())
+
+
+def _finite(value: Any) -> object:
     if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value if value is None or math.isfinite(value) else str(value)
+        return [_finite(item) for item in value]
+    return value if math.isfinite(value) else str(value)

@@ -4,13 +4,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import parse_mapping
 
+Row = dict[str, Any]  # of a file with one JSON object a line; `step` is an int
 LAST_STEP = 10**6  # the pages keep a column for each step up to the last
 
 
@@ -26,35 +28,30 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, step: int, values: Mapping[str, Any]) -> None:
+    def append(self, step: int, values: Mapping[str, object]) -> None:
         """Adds the row of a step. Raises OSError, naming the file, if the disk refuses it."""
         row = as_json({"step": step, **values})
         line = json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-        try:
+        with self._writing():
             self._drop_torn_line()
             with self.path.open("ab") as file:
                 file.write(line.encode())
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Returns all rows; [] without a file. ValueError if a line before the last is damaged."""
         return [row for row, _ in self._lines()]
 
-    def numbers(self) -> list[dict[str, Any]]:
+    def numbers(self) -> list[Row]:
         """Returns all rows of a file whose values are numbers or null; ValueError for others."""
         rows = self.rows()
         for row in rows:
-            if not 0 <= row["step"] <= LAST_STEP:
-                raise ValueError(f"{self.path} is damaged: a step is not in 0 to {LAST_STEP}")
             wrong = [name for name, value in row.items() if not _is_number(value)]
-            if wrong:
-                raise ValueError(
-                    f"{self.path} is damaged: {wrong[0]} of step {row['step']} is neither a finite "
-                    "number nor null"
-                )
+            if wrong or not 0 <= row["step"] <= LAST_STEP:
+                what = f"{(*wrong, 'step')[0]} of step {row['step']}"
+                why = f"is no finite number and not null, or no step of 0 to {LAST_STEP}"
+                raise ValueError(f"{self.path} is damaged: {what} {why}")
         return rows
 
     def missing(self, last: int) -> list[int]:
@@ -66,28 +63,30 @@ class MetricsFile:
         if not self.path.exists():
             return
         lines = b"".join(line + b"\n" for row, line in self._lines() if row["step"] <= step)
-        try:
+        with self._writing():
             write_atomic(self.path, lines)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
-    def _lines(self) -> list[tuple[dict[str, Any], bytes]]:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = f"cannot write the metrics of this run ({error.strerror})"
+            raise OSError(error.errno, why, str(self.path)) from error
+
+    def _lines(self) -> list[tuple[Row, bytes]]:
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
         # After the last newline comes nothing, or a torn line.
-        complete = [
-            (number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()
-        ]
-        parsed = []
-        for number, line in complete:
-            row = _parse(line)
-            if row is not None:
-                parsed.append((row, line))
-            elif number != complete[-1][0]:
-                raise ValueError(
-                    f"{self.path}, line {number}: not a JSON object with a 'step'; the file is "
-                    "damaged"
-                )
-        return parsed
+        complete = [line for line in lines[:-1] if line.strip()]
+        parsed = [(_parse(line), line) for line in complete]
+        whole = [(row, line) for row, line in parsed if row is not None]
+        # A kill may leave a damaged line at the end alone.
+        if damaged := [line for row, line in parsed[:-1] if row is None]:
+            number = lines.index(damaged[0]) + 1
+            raise ValueError(
+                f"{self.path}, line {number}: not a JSON object with a 'step'; the file is damaged"
+            )
+        return whole
 
     def _drop_torn_line(self) -> None:
         if not self.path.is_file() or self.path.stat().st_size == 0:
@@ -116,7 +115,7 @@ def as_json(value: Any) -> Any:
     return float(value) if math.isfinite(value) else None
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Row | None:
     try:
         row = parse_mapping(line)
     except ValueError:
@@ -124,12 +123,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row.get("step"), int) else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     # An integer may be beyond every float, and 1e999 is infinite.
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
-
-
-def _unwritable(path: Path, error: OSError) -> OSError:
-    return OSError(
-        error.errno, f"cannot write the metrics of this run ({error.strerror})", str(path)
-    )

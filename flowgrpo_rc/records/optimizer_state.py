@@ -1,7 +1,6 @@
 """The optimizer's state as plain tensors by name, as a checkpoint holds it."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,12 +11,12 @@ from flowgrpo_rc.records.checkpoint import CheckpointError
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside the number of its updates, `step`
 
 
-def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
+def schedule_state(schedule: LRScheduler) -> dict[str, object]:
     """Returns the state of a schedule; JSON can hold it."""
     return schedule.state_dict() | {"_last_lr": [float(rate) for rate in schedule.get_last_lr()]}
 
 
-def load_schedule(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
+def load_schedule(schedule: LRScheduler, state: Mapping[str, object]) -> None:
     """Goes back to `state`, with the learning rate of the optimizer."""
     schedule.load_state_dict(dict(state))
     for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
@@ -35,7 +34,9 @@ def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -
     tensors: dict[str, Tensor] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state[parameter].items():
-            tensors |= {f"{name}.{key}{suffix}": tensor for suffix, tensor in _parts(value).items()}
+            tensors |= {
+                f"{name}.{key}{suffix}": tensor for suffix, tensor in _components(value).items()
+            }
     return tensors
 
 
@@ -47,19 +48,19 @@ def load_optimizer(
         prefix = f"{name}."
         names = [key for key in tensors if key.startswith(prefix)]
         stored = {key.removeprefix(prefix): tensors[key] for key in names}
-        if stored:
-            keys = dict.fromkeys(key.partition(".")[0] for key in stored)
-            state = {key: _joined(key, stored, parameter) for key in keys}
-            shapes = {key: tuple(value.shape) for key, value in state.items()}
-            if shapes != {"step": (), **dict.fromkeys(_MOMENTS, tuple(parameter.shape))}:
-                raise CheckpointError(
-                    f"optimizer.safetensors of the checkpoint: the state of {name} is {shapes}, "
-                    f"this run needs moments of the shape {tuple(parameter.shape)}"
-                )
+        keys = dict.fromkeys(key.partition(".")[0] for key in stored)
+        state = {key: _joined(key, stored, parameter) for key in keys}
+        shapes = {key: tuple(value.shape) for key, value in state.items()}
+        if shapes not in ({}, {"step": (), **dict.fromkeys(_MOMENTS, tuple(parameter.shape))}):
+            raise CheckpointError(
+                f"optimizer.safetensors of the checkpoint: the state of {name} is {shapes}, "
+                f"this run needs moments of the shape {tuple(parameter.shape)}"
+            )
+        if state:
             optimizer.state[parameter] = state
 
 
-def _parts(value: Tensor) -> dict[str, Tensor]:
+def _components(value: Tensor) -> dict[str, Tensor]:
     """Returns a plain tensor under "", and torchao's state of 8 bits as .codes, .scale, .qmap."""
     if not type(value).__module__.startswith("torchao."):
         return {"": value}

@@ -18,7 +18,7 @@ from flowgrpo_rc.batch import (
     TokenSpec,
 )
 
-KINDS: dict[str, tuple[type[Batch], type[Any]]] = {
+KINDS: dict[str, tuple[type[Batch], type[SamplerSpec | TokenSpec]]] = {
     "diffusion": (DiffusionBatch, SamplerSpec),
     "causal_lm": (TokenBatch, TokenSpec),
 }

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.correction.reasons import Reason, reasons
 from flowgrpo_rc.monitoring.decisions import Decision, worst_rejected
-from flowgrpo_rc.records.metrics_file import as_json
+from flowgrpo_rc.records.metrics_file import Row, as_json
 from flowgrpo_rc.records.samples import Shown
 
 PER_STEP = 4  # samples of all processes together, but at least one of each
@@ -33,7 +32,7 @@ class RejectedSamples:
         rewards: Rewards,
         cell_names: Callable[[], Sequence[str]],
         auto_bands: AutoBands | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Row]:
         """Returns this process's samples whose rejected steps differ most.
 
         A row holds prompt, text of a response, reward, timestep (or the position of a token),
@@ -47,7 +46,7 @@ class RejectedSamples:
         for decision, decision_row in worst:
             seed = int(decision.seed[decision_row])
             index = position[seed]
-            row: dict[str, Any] = {"reward": float(rewards.total[index])}
+            row: Row = {"reward": float(rewards.total[index])}
             row |= self._where(decision, decision_row, names)
             causes = self._reasons(decision, decision_row)
             moving = [] if auto_bands is None else auto_bands.reasons(seed)
@@ -61,7 +60,7 @@ class RejectedSamples:
             rows.append(as_json(row))
         return rows
 
-    def _where(self, decision: Decision, row: int, names: Sequence[str]) -> dict[str, Any]:
+    def _where(self, decision: Decision, row: int, names: Sequence[str]) -> Row:
         """Returns the rejected step of a row that differs most, and its difference."""
         difference = decision.difference[row].cpu()
         rejected = decision.rejected[row].cpu()

@@ -31,7 +31,7 @@ class SavedRollout(NamedTuple):
 
     batch: Batch
     rewards: Rewards
-    origin: Mapping[str, Any]
+    origin: Mapping[str, object]
 
 
 def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
@@ -87,19 +87,13 @@ def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
     """Returns the saved steps of a process, in order; all processes must have all of them."""
     folder = _inside(folder)
     names = {path.name for path in folder.glob(_FILES)}
-    if not names:
-        name = rollout_path(folder, 1, rank, count).name
-        raise ValueError(
-            f"data.replay_dir={folder} has no file such as {name}: save some with "
-            "trainer.save_rollouts"
-        )
-    steps = range(1, max(int(name.split("_")[1]) for name in names) + 1)
+    steps = range(1, max((int(name.split("_")[1]) for name in names), default=1) + 1)
     expected = {rollout_path(folder, step, r, count).name for step in steps for r in range(count)}
     if names != expected:
         first = min(names ^ expected)
         raise ValueError(
             f"data.replay_dir={folder} must hold steps 1 to {steps[-1]} of {count} process(es), as "
-            f"many as train now, and nothing else; {first} is "
+            f"many as train now (see trainer.save_rollouts), and nothing else; {first} is "
             f"{'missing' if first in expected else 'of another number of processes'}"
         )
     return [rollout_path(folder, step, rank, count) for step in steps]
@@ -117,7 +111,7 @@ def _inside(folder: Path) -> Path:
     return inside if inside.is_dir() else folder
 
 
-def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) -> None:
+def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, object]) -> None:
     """Raises ValueError for a file that was sampled with other settings, their precision aside.
 
     What is not known of the origin may be left out. Tensors are not read.
@@ -150,15 +144,17 @@ def check_contents(
 ) -> None:
     """Raises ValueError if a saved rollout lacks samples, or a reward that is needed by itself."""
     lacking = sorted(set(terms) - set(rewards.parts))
-    if lacking:
-        raise ValueError(
-            f"data.replay_dir: {path} has no reward {lacking[0]!r}, and "
-            "algorithm.adv_estimator=gdpo needs each of reward.terms; it has "
-            f"{', '.join(rewards.parts)}"
-        )
     sizes = set(batch.group.unique(return_counts=True)[1].tolist())
-    if len(batch) != samples or sizes != {group_size}:
-        raise ValueError(
-            f"data.replay_dir: {path} has {len(batch)} samples in groups of {sorted(sizes)}; "
-            f"data.train_batch_size and rollout.n ask for {samples} in groups of {group_size}"
+    problem = ""
+    if lacking:
+        problem = (
+            f"no reward {lacking[0]!r}, and algorithm.adv_estimator=gdpo needs each of "
+            f"reward.terms; it has {', '.join(rewards.parts)}"
         )
+    elif len(batch) != samples or sizes != {group_size}:
+        problem = (
+            f"{len(batch)} samples in groups of {sorted(sizes)}; data.train_batch_size and "
+            f"rollout.n ask for {samples} in groups of {group_size}"
+        )
+    if problem:
+        raise ValueError(f"data.replay_dir: {path} has {problem}")

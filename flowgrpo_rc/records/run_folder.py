@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import yaml
@@ -45,7 +45,7 @@ _FREE = """
 class RunFolder:
     """The paths of a run.
 
-    They are config.yaml, environment.json, inputs.json, metrics.jsonl, health.jsonl,
+    They are config.yaml, decided.json, environment.json, inputs.json, metrics.jsonl, health.jsonl,
     rejected.jsonl, samples/, checkpoints/, lora/, lora_best/, rollouts/ if asked for, suites/ after
     an evaluation by suites, and debug/ after an update that failed.
     """
@@ -53,6 +53,8 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
+        self.decided = root / "decided.json"
+        self.environment = root / "environment.json"
         self.inputs = root / "inputs.json"
         self.metrics = root / "metrics.jsonl"
         self.health = root / "health.jsonl"
@@ -102,21 +104,26 @@ class RunFolder:
 
     def create(
         self,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         device: torch.device,
         processes: int,
         inputs: Mapping[str, Input],
-        facts: Mapping[str, Any] | None = None,
+        facts: Mapping[str, str] | None = None,
+        suites: Mapping[str, str] | None = None,
     ) -> None:
-        """Writes config.yaml, environment.json with `facts`, and inputs.json."""
+        """Writes config.yaml, inputs.json, decided.json with the facts, and environment.json.
+
+        Facts are what was decided, by name, and `suites` protocols of suites.
+        """
         self.write_settings(config)
         write_inputs(self.inputs, inputs)
+        write_atomic(self.decided, json.dumps(redact(facts or {}), indent=1).encode())
         # `python -m` gives the path of a file of this package; a script of the user's has its name.
         program = Path(sys.argv[0])
         modules = {"train.py": ["flowgrpo-rc", "train"], "__main__.py": ["flowgrpo-rc"]}
         is_ours = program.parent.name == "flowgrpo_rc" and program.name in modules
         typed = modules[program.name] if is_ours else [program.name]
-        environment = {
+        environment: dict[str, object] = {
             "command": redact_command([*typed, *sys.argv[1:]]),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "processes": processes,
@@ -126,12 +133,13 @@ class RunFolder:
             "packages": {name: _version(name) for name in _PACKAGES.split()},
             "started": datetime.now().astimezone().isoformat(timespec="minutes"),
         }
-        environment |= {name: value for name, value in (facts or {}).items() if value}
+        if suites:
+            environment["suites"] = dict(suites)
         if (commit := _commit()) is not None:
             environment["git"] = commit
-        write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
+        write_atomic(self.environment, json.dumps(environment, indent=1).encode())
 
-    def write_settings(self, config: Mapping[str, Any]) -> None:
+    def write_settings(self, config: Mapping[str, object]) -> None:
         """Writes config.yaml without secrets."""
         # Paths of bundled files become `${asset:NAME}`, so that the folder can be used elsewhere.
         portable = with_references(redact(config))
@@ -139,8 +147,8 @@ class RunFolder:
 
     def check_same_run(
         self,
-        stored: Mapping[str, Any],
-        config: Mapping[str, Any],
+        stored: Mapping[str, object],
+        config: Mapping[str, object],
         inputs: Mapping[str, Input],
     ) -> None:
         """Raises ValueError unless `config` trains what `stored` has, for however many steps.
@@ -157,21 +165,20 @@ class RunFolder:
             and not key.startswith(free)
             and not same_content(self.inputs, key, inputs)
         ]
-        contents = changed_inputs(self.inputs, inputs)
-        if settings or contents:
-            raise self._other_run([*settings, *contents], "settings" if settings else "inputs")
+        self.check_same_inputs(inputs, settings)
 
-    def check_same_inputs(self, inputs: Mapping[str, Input]) -> None:
+    def check_same_inputs(
+        self, inputs: Mapping[str, Input], other_settings: Sequence[str] = ()
+    ) -> None:
         """Raises ValueError if the content of an input has changed since the run began."""
-        changed = changed_inputs(self.inputs, inputs)
+        changed = [*other_settings, *changed_inputs(self.inputs, inputs)]
         if changed:
-            raise self._other_run(changed, "inputs")
-
-    def _other_run(self, differences: list[str], kind: str) -> ValueError:
-        return ValueError(
-            f"{self.root} holds a run with other {kind} ({'; '.join(differences[:5])}). Another "
-            "trainer.output_dir starts a fresh run; so does this one once that folder is deleted"
-        )
+            kind = "settings" if other_settings else "inputs"
+            raise ValueError(
+                f"{self.root} holds a run with other {kind} ({'; '.join(changed[:5])}). Another "
+                "trainer.output_dir starts a fresh run; so does this one once that folder is "
+                "deleted"
+            )
 
     def sweep(self) -> None:
         """Deletes temporary files that a killed process has left; call it under the lock."""
@@ -188,26 +195,27 @@ class RunFolder:
 def check_writable(root: Path, *, needed_bytes: int, key: str = "trainer.output_dir") -> None:
     """Raises ValueError, before anything is loaded, if nothing can be written to `root`."""
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    problem = ""
+    if free < needed_bytes:
+        needed = f"{needed_bytes / 2**20:.0f} MiB"
+        problem = f"{free / 2**20:.0f} MiB free, a run needs at least {needed}"
     try:
         with tempfile.NamedTemporaryFile(dir=existing):
             pass
     except OSError as error:
+        problem = str(error.strerror)
+    if problem:
         raise ValueError(
-            f"{key}={root} cannot be written: {error.strerror}; give another folder"
-        ) from error
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes:
-        raise ValueError(
-            f"{key}={root}: {free / 2**20:.0f} MiB free, a run needs at least "
-            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another folder"
+            f"{key}={root} cannot be written: {problem}; give another folder, or free some space"
         )
 
 
-def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat_settings(tree: object, prefix: str = "") -> dict[str, object]:
     """Returns the leaves of a tree of mappings, by dotted name."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in tree.items():
         flat |= flat_settings(value, f"{prefix}.{name}" if prefix else name)
     return flat

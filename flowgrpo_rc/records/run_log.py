@@ -3,12 +3,11 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from PIL import Image
 
 from flowgrpo_rc.records.console import Console
-from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.metrics_file import MetricsFile, Row
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers
@@ -56,7 +55,7 @@ class RunLog:
         for observe in self._observers:
             observe(step, metrics)
 
-    def rejected(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def rejected(self, step: int, rows: Sequence[Row]) -> None:
         """Writes the rejected samples of a step down, on the main process."""
         with self.spared("rejected.jsonl"):
             for row in rows:

@@ -7,9 +7,9 @@ Shapes: N samples, F frames of a video, H x W pixels.
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -20,7 +20,8 @@ from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.monitoring.pictures import PictureFacts
 from flowgrpo_rc.pictures import read_picture
 from flowgrpo_rc.reading import blaming, parse_mapping
-from flowgrpo_rc.records.metrics_file import as_json
+from flowgrpo_rc.records.metrics_file import Row, as_json
+from flowgrpo_rc.rewards.base import Samples
 
 _COLUMNS = 8
 _MIN_SIDE = 128
@@ -42,7 +43,7 @@ class Shown(NamedTuple):
     facts: PictureFacts | None = None  # of pictures that were decoded
 
     @classmethod
-    def of(cls, samples: Any, prompts: Sequence[Prompt]) -> "Shown":
+    def of(cls, samples: Samples | None, prompts: Sequence[Prompt]) -> "Shown":
         """Takes what is kept of a chunk's samples: images, videos or texts; None if not decoded."""
         if samples is None:
             return cls(prompts)
@@ -117,7 +118,7 @@ def read_grid(path: Path) -> list[Tile]:
         return _tiles(grid, parse_mapping(grid.info[_TILES]))
 
 
-def _tiles(grid: Image.Image, layout: Mapping[str, Any]) -> list[Tile]:
+def _tiles(grid: Image.Image, layout: Row) -> list[Tile]:
     width, height = layout["size"]
     columns = layout["columns"]
     captions = layout["captions"]

@@ -34,13 +34,11 @@ class SpeedWatch:
             return None
         phase, seconds, before = _slowest(metrics, earlier)
         # Two digits, without an exponent.
-        shown_speed, shown_usual = (
-            f"{float(f'{speed:.2g}'):g}" for speed in (metrics[SPEED], usual)
-        )
+        speeds = [f"{float(f'{speed:.2g}'):g}" for speed in (metrics[SPEED], usual)]
         return (
-            f"slow: step {step} made {shown_speed} samples/s, less than a third of "
-            f"the median of this run, {shown_usual}. Most of it went into "
-            f"{phase} ({seconds:.1f} s, before {before:.1f} s). {self._advice(phase)}"
+            f"slow: step {step} made {speeds[0]} samples/s, less than a third of the median of "
+            f"this run, {speeds[1]}. Most of it went into {phase} ({seconds:.1f} s, before "
+            f"{before:.1f} s). {self._advice(phase)}"
         )
 
     def _advice(self, phase: str) -> str:

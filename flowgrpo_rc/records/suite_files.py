@@ -4,14 +4,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flowgrpo_rc.evaluation.intervals import LEVEL, Estimate, PolicyComparison
 from flowgrpo_rc.evaluation.suite import Suite, SuiteProtocol
 from flowgrpo_rc.evaluation.suite_runner import SuiteResult, SuiteScores
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming, read_mapping
-from flowgrpo_rc.records.metrics_file import as_json
+from flowgrpo_rc.records.metrics_file import Row, as_json
 
 BASE = "base"  # ending of the names of sample files
 TUNED = "lora"
@@ -70,22 +70,23 @@ def _scores(scores: SuiteScores) -> dict[str, list[list[float]]]:
     return {name: values.tolist() for name, values in scores.columns.items()}
 
 
-def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Any]:
-    rows = {}
-    for name, (*estimates, count) in comparisons.items():
-        ends = [estimate._asdict() for estimate in estimates]
-        rows[name] = dict(zip(_POLICIES, ends, strict=True)) | {"count": count}
-    return rows
+def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Row]:
+    return {
+        name: {policy: getattr(comparison, policy)._asdict() for policy in _POLICIES}
+        | {"count": comparison.num_prompts}
+        for name, comparison in comparisons.items()
+    }
 
 
-def _read(rows: Mapping[str, Any]) -> dict[str, PolicyComparison]:
-    comparisons = {}
-    for name, row in rows.items():
-        base, tuned, change = (_estimate(row[policy]) for policy in _POLICIES)
-        comparisons[str(name)] = PolicyComparison(base, tuned, change, int(row["count"]))
-    return comparisons
+def _read(rows: Mapping[str, Row]) -> dict[str, PolicyComparison]:
+    return {
+        str(name): PolicyComparison(
+            *(_estimate(row[policy]) for policy in _POLICIES), num_prompts=int(row["count"])
+        )
+        for name, row in rows.items()
+    }
 
 
-def _estimate(row: Mapping[str, Any]) -> Estimate:
+def _estimate(row: Row) -> Estimate:
     ends = (row[end] for end in Estimate._fields)
     return Estimate(*(math.nan if end is None else float(end) for end in ends))

@@ -88,7 +88,7 @@ class Trackers:
         project_name: str,
         experiment_name: str,
         run_dir: Path,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         first_step: int = 0,
     ) -> None:
         self._running: dict[str, GeneralTracker] = {}
@@ -171,10 +171,10 @@ def _image(name: str, tracker: GeneralTracker, step: int, key: str, image: Image
 
 def _options(
     name: str, experiment_name: str, run_dir: Path, id_file: Path, first_step: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns what a tracker starts with: the name of the run, and how it goes on if resumed."""
     known_id = id_file.read_text() if id_file.exists() else None
-    named: dict[str, Any] = {"name": experiment_name, "resume": "allow"}
+    named: dict[str, object] = {"name": experiment_name, "resume": "allow"}
     match name:
         case "wandb":
             import wandb
@@ -203,12 +203,15 @@ def _options(
     raise AssertionError(name)
 
 
-def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(config: Mapping[str, Any]) -> dict[str, object]:
     """Returns the settings that trackers are told: of the rewards, names and weights alone."""
-    terms = config.get("reward", {}).get("terms", {})
-    used = {name: term for name, term in terms.items() if term is not None}
-    weights = {name: {"weight": term.get("weight", 1.0)} for name, term in used.items()}
-    return dict(redact({**config, "reward": {**config.get("reward", {}), "terms": weights}}))
+    reward = config.get("reward", {})
+    weights = {
+        name: {"weight": term.get("weight", 1.0)}
+        for name, term in reward.get("terms", {}).items()
+        if term is not None
+    }
+    return dict(redact({**config, "reward": {**reward, "terms": weights}}))
 
 
 def _own_id(path: Path) -> str:

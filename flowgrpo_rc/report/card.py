@@ -1,11 +1,10 @@
 """A run as a notebook shows it: its numbers, and held-out pictures of before and after."""
 
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
-from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.metrics_file import MetricsFile, Row
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.samples import png_bytes, read_grid
 from flowgrpo_rc.report import folder
@@ -54,7 +53,7 @@ def held_out_pictures(run_dir: Path) -> dict[str, list[Image.Image]]:
     return pictures
 
 
-def _rows(run_dir: Path) -> list[dict[str, Any]]:
+def _rows(run_dir: Path) -> list[Row]:
     return MetricsFile(RunFolder(run_dir).metrics).numbers()
 
 

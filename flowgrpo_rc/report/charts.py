@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 _MAX_POINTS = 1000  # of a line; more are thinned
 _CONSTANT = 1e-6  # of its size, by which a line must move to be drawn
@@ -84,7 +83,7 @@ class Chart:
         where = f"all {points} {self.x_name}s" if points > 1 else f"{self.x_name} {first:.10g}"
         return f"{', '.join(words)}, at {where}"
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """Returns what page.js draws: the numbers of a line have seven digits."""
         tables = []
         for line in self.lines:
@@ -100,24 +99,24 @@ class Chart:
 
 def merged(charts: Sequence[Chart]) -> list[Chart]:
     """Returns the charts; those that draw the same curves are one, with the titles of all."""
-    by_curves: dict[tuple[Any, ...], Chart] = {}
+    groups: dict[object, list[Chart]] = {}
     for chart in charts:
         # Levels may be equal by chance, as many fractions are 0.
         curves = tuple((line.color, *line.points) for line in chart.lines if chart.moves)
-        key = curves or (chart.title,)
-        first = by_curves.get(key)
-        title = f"{first.title} = {chart.title}" if first else chart.title
-        by_curves[key] = replace(first or chart, title=title)
-    return list(by_curves.values())
+        groups.setdefault(curves or chart.title, []).append(chart)
+    return [
+        replace(equal[0], title=" = ".join(chart.title for chart in equal))
+        for equal in groups.values()
+    ]
 
 
 def _joined(lines: Sequence[Series]) -> list[Series]:
-    by_points: dict[tuple[Any, ...], Series] = {}
+    groups: dict[object, list[Series]] = {}
     for line in lines:
-        key = (line.faint, *line.points)
-        name = f"{by_points[key].name} = {line.name}" if key in by_points else line.name
-        by_points[key] = replace(by_points.get(key, line), name=name)
-    return list(by_points.values())
+        groups.setdefault((line.faint, *line.points), []).append(line)
+    return [
+        replace(equal[0], name=" = ".join(line.name for line in equal)) for equal in groups.values()
+    ]
 
 
 def smoothed(line: Series, color: int | None = None) -> list[Series]:

@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.reading import blaming
+from flowgrpo_rc.records.metrics_file import Row
 from flowgrpo_rc.report import folder as files
 from flowgrpo_rc.report.charts import Chart, Points, Series, known, merged, shown, smoothed
 from flowgrpo_rc.report.correction import mean_by_timestep, timestep_chart
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
-from flowgrpo_rc.report.series import Row, distinct, ends, names_below, phases, points_of
+from flowgrpo_rc.report.series import distinct, ends, names_below, phases, points_of
 from flowgrpo_rc.rollout.config import SAMPLED
 
 MOST_RUNS = 4  # colours that are told apart
@@ -90,9 +90,8 @@ def _read(folders: Sequence[Path]) -> list[ComparedRun]:
             titles = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
     runs = []
     for title, folder, config, run_rows in zip(titles, folders, configs, rows, strict=True):
-        with blaming(f"{folder}: config.yaml or environment.json"):
-            run_facts = facts(config, files.environment(folder), run_rows)
-        runs.append(ComparedRun(title, folder, run_rows, dict(files.leaves(config)), run_facts))
+        settings = dict(files.leaves(config))
+        runs.append(ComparedRun(title, folder, run_rows, settings, facts(folder)))
     return runs
 
 
@@ -103,8 +102,7 @@ def _outcome(runs: Sequence[ComparedRun]) -> str:
 
 
 def _caveat(runs: Sequence[ComparedRun]) -> str:
-    differences = _differences([run._replace(settings=_evaluation(run.settings)) for run in runs])
-    keys = ", ".join(key for key, *_ in differences)
+    keys = ", ".join(key for key, *_ in _differences([_evaluation(run.settings) for run in runs]))
     caveat = f"The runs were not evaluated alike ({keys}): their held-out numbers say nothing "
     return f"{caveat}about each other." if keys else ""
 
@@ -141,23 +139,19 @@ def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:
     return [row for row in rows if set(row[1:]) != {_ABSENT}]
 
 
-def _differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    values = [[key, *(run.settings.get(key, _ABSENT) for run in runs)] for key in keys]
+def _differences(trees: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    values = [[key, *(tree.get(key, _ABSENT) for tree in trees)] for key in keys]
     return [row for row in values if len(set(row[1:])) > 1]
 
 
 def _settings(runs: Sequence[ComparedRun]) -> list[list[str]]:
-    rows = [row for row in _differences(runs) if row[0] not in _NAMES_ONLY]
-    recorded = [{name: value for _, name, value in run.facts} for run in runs]
-    for name in _NO_SETTINGS:
-        values = [facts.get(name, _ABSENT) for facts in recorded]
-        if len(set(values)) > 1:
-            rows.append([name, *values])
-    return rows
+    starts = [{name: value for _, name, value in run.facts if name in _NO_SETTINGS} for run in runs]
+    rows = _differences([run.settings for run in runs])
+    return [row for row in rows if row[0] not in _NAMES_ONLY] + _differences(starts)
 
 
-def _samples(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+def _samples(runs: Sequence[ComparedRun]) -> files.Samples:
     """Returns the samples from before training and of each run's last evaluation, if any."""
     before: dict[bytes, tuple[ComparedRun, Path]] = {}  # alike of runs from one model
     grids = []

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from flowgrpo_rc.monitoring.health_rules import FAULT, MOST_CLIPPED
 from flowgrpo_rc.reading import blaming
-from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.metrics_file import MetricsFile, Row
 from flowgrpo_rc.report.charts import Chart, Series
-from flowgrpo_rc.report.series import Row, charts_of, clip_band, series_of
+from flowgrpo_rc.report.series import charts_of, clip_band, series_of
 
 # Title, its word, what the health check warns about, its thresholds, the metrics drawn.
 _CHARTS = f"""

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.report.series import Row, series_of
+from flowgrpo_rc.records.metrics_file import MetricsFile, Row
+from flowgrpo_rc.report.series import series_of
 
 _ESS = "rollout_is_eff_sample_size"
 _REJECTED = "rollout_is_veto_fraction rollout_rs_masked_fraction rollout_rs_seq_masked_fraction"

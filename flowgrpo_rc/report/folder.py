@@ -10,15 +10,16 @@ from flowgrpo_rc.evaluation.held_out import NUM_FOLLOWED
 from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.checkpoint import list_checkpoints
-from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.records.run_folder import flat_settings
+from flowgrpo_rc.records.metrics_file import MetricsFile, Row
+from flowgrpo_rc.records.run_folder import RunFolder, flat_settings
 from flowgrpo_rc.records.samples import png_bytes, read_grid
 from flowgrpo_rc.redaction import redact
 
+Samples = dict[str, list[Any]]  # as `side_by_side` returns them
 _THUMBNAIL = 128  # pixels of the longer side of a small picture
 
 
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
+def metrics(run_dir: Path) -> list[Row]:
     """Returns the rows of metrics.jsonl. ValueError if there is none, or it is damaged."""
     file = MetricsFile(run_dir / "metrics.jsonl")
     if not file.path.is_file():
@@ -27,7 +28,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return file.numbers()
 
 
-def config(run_dir: Path) -> dict[str, Any]:
+def config(run_dir: Path) -> dict[str, object]:
     """Returns the resolved configuration without secrets; ValueError if it is damaged."""
     path = run_dir / "config.yaml"
     if not path.is_file():
@@ -36,13 +37,21 @@ def config(run_dir: Path) -> dict[str, Any]:
         return {str(key): value for key, value in redact(plain_yaml(path)).items()}
 
 
-def environment(run_dir: Path) -> dict[str, Any]:
+def environment(run_dir: Path) -> Row:
     """Returns the machine and the versions that the run had; ValueError if they are damaged."""
-    path = run_dir / "environment.json"
+    return _mapping(RunFolder(run_dir).environment)
+
+
+def decided(run_dir: Path) -> dict[str, str]:
+    """Returns what the run decided at its start, by name; {} for a run that has not said so."""
+    return {name: str(value) for name, value in _mapping(RunFolder(run_dir).decided).items()}
+
+
+def _mapping(path: Path) -> Row:
     return dict(redact(read_mapping(path))) if path.is_file() else {}
 
 
-def setting(tree: Mapping[str, Any], name: str) -> Any:
+def setting(tree: Mapping[str, object], name: str) -> Any:
     """Returns the value behind a dotted name; None if there is none."""
     value: Any = tree
     for key in name.split("."):
@@ -50,12 +59,12 @@ def setting(tree: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def title(run_dir: Path, config: Mapping[str, Any]) -> str:
+def title(run_dir: Path, config: Mapping[str, object]) -> str:
     """Returns the name of the experiment; without one, the name of the folder."""
     return str(setting(config, "trainer.experiment_name") or run_dir.resolve().name)
 
 
-def leaves(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+def leaves(tree: Mapping[str, object]) -> list[tuple[str, str]]:
     """Returns the leaves of a tree of mappings, with dotted names and values as text."""
     return [
         (name, " ".join(map(str, value)) if isinstance(value, list) else str(value))
@@ -70,7 +79,7 @@ def health(run_dir: Path) -> list[tuple[str, str]]:
         return [(f"step {row['step']}", str(row["message"])) for row in file.rows()]
 
 
-def first_and_last_samples(run_dir: Path) -> dict[str, Any]:
+def first_and_last_samples(run_dir: Path) -> Samples:
     """Returns the first and the last held-out samples, as `side_by_side` does; {} for none."""
     for ending in ("png", "jsonl"):
         if files := sample_files(run_dir, ending):
@@ -78,7 +87,7 @@ def first_and_last_samples(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def samples_over_time(run_dir: Path) -> dict[str, Any]:
+def samples_over_time(run_dir: Path) -> Samples:
     """Returns a few held-out samples of some steps, as `side_by_side` does; {} for two steps."""
     for ending, most in (("png", 12), ("jsonl", 4)):
         files = _sample_files(run_dir, ending, "step|drawn")
@@ -107,7 +116,7 @@ def _sample_files(run_dir: Path, ending: str, names: str) -> list[tuple[str, Pat
 
 def side_by_side(
     files: Sequence[tuple[str, Path]], heading: str = "", *, few: bool = False
-) -> dict[str, Any]:
+) -> Samples:
     """Puts samples of the same subjects together, from labels and files of grids or of texts.
 
     With `few` only the first four samples of a file, and small pictures.

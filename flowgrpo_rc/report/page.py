@@ -7,7 +7,6 @@ import hashlib
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,7 +16,7 @@ _FOLDER = Path(__file__).parent
 _MAX_TEXT = 1000  # characters of a cell, a prompt or a response
 
 
-def render(template: str, *, title: str, live: bool = False, **content: Any) -> str:
+def render(template: str, *, title: str, live: bool = False, **content: object) -> str:
     """Returns a whole HTML document; the texts that a template shows are escaped.
 
     A `live` page asks its server for a newer one, and gets its pictures from there.
@@ -75,7 +74,7 @@ def _breakable(text: str) -> Markup:
     return Markup(re.sub(r"(?<=[A-Za-z])([_/.=-])(?=[A-Za-z])", r"\1<wbr>", str(escape(text))))
 
 
-def _short(text: Any) -> str:
+def _short(text: object) -> str:
     """Cuts a text that would make the page unreadable; the file has all of it."""
     text = "" if text is None else str(text)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

@@ -10,13 +10,13 @@ from statistics import fmean
 import yaml
 
 from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.records.best import BestEvaluation
+from flowgrpo_rc.records.metrics_file import Row
 from flowgrpo_rc.report import correction, folder, suites
 from flowgrpo_rc.report.charts import Chart, Series, known, merged, smoothed
 from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.page import render
-from flowgrpo_rc.report.series import Row, charts_of, distinct, ends, names_below, phases, points_of
+from flowgrpo_rc.report.series import charts_of, distinct, ends, names_below, phases, points_of
 
 # Title, its word, note, thresholds, the metrics drawn.
 _UPDATE = """
@@ -48,8 +48,6 @@ def report_page(run_dir: Path, *, live: bool = False) -> str:
     rows = folder.metrics(run_dir)
     config = folder.config(run_dir)
     environment = folder.environment(run_dir)
-    with blaming(f"{run_dir}: config.yaml or environment.json"):
-        run_facts = facts(config, environment, rows)
     headline, progress = outcome(rows, folder.setting(config, "trainer.total_training_steps"))
     reward, rewards = _rewards(rows)
     return render(
@@ -58,7 +56,7 @@ def report_page(run_dir: Path, *, live: bool = False) -> str:
         title=folder.title(run_dir, config),
         outcome=headline,
         progress=progress,
-        facts=run_facts,
+        facts=facts(run_dir),
         tiles=tiles(rows),
         samples=folder.first_and_last_samples(run_dir),
         strip=folder.samples_over_time(run_dir),

@@ -1,12 +1,10 @@
 """Rows of metrics.jsonl as series and charts, for the report and for figures."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from flowgrpo_rc.monitoring.health import correction_metric_name
+from flowgrpo_rc.records.metrics_file import Row
 from flowgrpo_rc.report.charts import Chart, Points, Series, known
-
-Row = Mapping[str, Any]
 
 
 def points_of(rows: Sequence[Row], name: str) -> Points:

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flowgrpo_rc.evaluation.intervals import Estimate, PolicyComparison
+from flowgrpo_rc.records.metrics_file import Row
 from flowgrpo_rc.records.suite_files import BASE, TUNED, read_suite_results, sample_stem
 from flowgrpo_rc.report.charts import Chart, Series
-from flowgrpo_rc.report.folder import side_by_side
-from flowgrpo_rc.report.series import Row, names_below, points_of
+from flowgrpo_rc.report.folder import Samples, side_by_side
+from flowgrpo_rc.report.series import names_below, points_of
 
 _LABELS = {BASE: "base model", TUNED: "with LoRA"}
 _CHANGE = "/change"
@@ -18,7 +18,7 @@ _PREFIX = "suite/"
 _LINES = (("change", ""), ("interval, low", "_low"), ("interval, high", "_high"))
 
 
-def results(run_dir: Path) -> list[dict[str, Any]]:
+def results(run_dir: Path) -> list[dict[str, object]]:
     """Returns each suite that was evaluated, with the rows of its table and its samples."""
     folder = run_dir / "suites"
     return [
@@ -70,7 +70,7 @@ def _with_interval(estimate: Estimate) -> str:
     return f"{estimate.mean:.4f}" + ("" if math.isnan(half) else f" \u00b1 {half:.4f}")
 
 
-def _samples(folder: Path, name: str) -> dict[str, Any]:
+def _samples(folder: Path, name: str) -> Samples:
     stems = [(label, sample_stem(folder, name, policy)) for policy, label in _LABELS.items()]
     for ending in (".png", ".jsonl"):
         files = [(label, stem.with_suffix(ending)) for label, stem in stems]

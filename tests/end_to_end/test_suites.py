@@ -12,7 +12,7 @@ from support.runs import DEVICE, Train, read_rows, stopped_and_whole
 import flowgrpo_rc
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.tree import stored_config
-from flowgrpo_rc.exports.model_card import write_model_card
+from flowgrpo_rc.exports.model_card import LoraExport, write_model_card
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # The reward likes saturated colours, whatever is drawn; the suite reads the words.
@@ -80,7 +80,8 @@ def test_evaluate_agrees_with_the_training(
     found = stored["comparisons"]["reward"]
     assert (stored["sampler"]["height"], stored["sampler"]["width"]) == (32, 48)
     run = gamed / "run"
-    card = write_model_card(gamed, run, stored_config(run / "config.yaml"), step=8)
+    lora = LoraExport(step=8, tensors={})
+    card = write_model_card(gamed, run, stored_config(run / "config.yaml"), lora)
     protocol = f"{stored['digest']}, height 32, width 48"
     environment = json.loads((run / "environment.json").read_text())
     assert environment["suites"]["few_words"].startswith(protocol)

@@ -16,15 +16,15 @@ TABLE |= {29: (2.045, 1.699), 30: (2.042, 1.697), 120: (1.980, 1.658)}
 
 @pytest.mark.parametrize("df", TABLE)
 def test_quantiles_are_those_of_the_tables(df: int) -> None:
-    found = t_quantile(df), t_quantile(df, 0.9)
-    assert found == pytest.approx(TABLE[df], abs=6e-4)
+    quantiles = t_quantile(df), t_quantile(df, 0.9)
+    assert quantiles == pytest.approx(TABLE[df], abs=6e-4)
 
 
 def test_a_mean_of_four_by_hand() -> None:
     # Mean 2.5, sd 1.2910, t 3.1824.
-    found = estimate(np.array([1.0, 2.0, 3.0, 4.0]))
+    interval = estimate(np.array([1.0, 2.0, 3.0, 4.0]))
     half = 3.182446 * math.sqrt(5 / 3) / 2
-    assert found == pytest.approx((2.5, 2.5 - half, 2.5 + half), rel=1e-6)
+    assert interval == pytest.approx((2.5, 2.5 - half, 2.5 + half), rel=1e-6)
 
 
 def test_too_few_prompts_have_no_interval() -> None:
@@ -47,8 +47,8 @@ def test_a_sample_that_one_policy_lacks_counts_for_neither() -> None:
     nan = math.nan
     base = np.array([[1.0, 5.0], [2.0, 2.0], [nan, nan], [4.0, 4.0]])
     tuned = np.array([[2.0, nan], [2.0, 4.0], [7.0, 7.0], [5.0, 5.0]])
-    found = compare(base, tuned)
-    assert found.num_prompts == 3
-    assert found.base.mean == pytest.approx((1 + 2 + 4) / 3)
-    assert found.tuned.mean == pytest.approx((2 + 3 + 5) / 3)
-    assert found.change.mean == pytest.approx(1.0)
+    comparison = compare(base, tuned)
+    assert comparison.num_prompts == 3
+    assert comparison.base.mean == pytest.approx((1 + 2 + 4) / 3)
+    assert comparison.tuned.mean == pytest.approx((2 + 3 + 5) / 3)
+    assert comparison.change.mean == pytest.approx(1.0)

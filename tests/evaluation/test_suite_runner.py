@@ -92,10 +92,12 @@ def test_both_policies_start_from_the_same_noises(suite: Suite) -> None:
     assert np.isnan(shades).any()
     np.testing.assert_allclose(first.base.columns["red"], shades)
     np.testing.assert_allclose(first.base.columns["reward"], shades / 2)
-    found = first.comparisons["red"]
-    assert found.change.mean == pytest.approx(50)
-    assert found.change.high - 50 == pytest.approx(3.182446 * np.std([20, 40, 60, 80], ddof=1) / 2)
-    assert found.base.mean == pytest.approx(np.nanmean(shades, axis=1).mean())
+    comparison = first.comparisons["red"]
+    assert comparison.change.mean == pytest.approx(50)
+    assert comparison.change.high - 50 == pytest.approx(
+        3.182446 * np.std([20, 40, 60, 80], ddof=1) / 2
+    )
+    assert comparison.base.mean == pytest.approx(np.nanmean(shades, axis=1).mean())
     assert first.comparisons["reward"].change.mean == pytest.approx(25)
     assert {name: group.change.mean for name, group in first.groups.items()} == {
         "a": pytest.approx(20),
@@ -106,7 +108,7 @@ def test_both_policies_start_from_the_same_noises(suite: Suite) -> None:
     assert len(again.tuned.shown) == 0
     metrics = first.metrics().compute()
     assert metrics["suite/mine/change"] == pytest.approx(25)
-    assert metrics["suite/mine/change_low"] == pytest.approx(found.change.low / 2)
+    assert metrics["suite/mine/change_low"] == pytest.approx(comparison.change.low / 2)
     assert metrics["suite/mine/reward"] == pytest.approx(first.comparisons["reward"].tuned.mean)
     assert metrics["suite/mine/failed_fraction"] == 0
 

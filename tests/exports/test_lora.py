@@ -58,9 +58,9 @@ def test_training_goes_on_from_an_exported_lora(
         return lora_state(add_lora(load_causal_lm(config, torch.device("cpu")), config, seed=9))
 
     for config, factor in ((same, 1.0), (stronger, 0.5)):
-        found = loaded(config)
+        state = loaded(config)
         for name, tensor in lora_state(trained_lm.network).items():
-            assert torch.equal(found[name], tensor * (factor if "lora_B" in name else 1.0))
+            assert torch.equal(state[name], tensor * (factor if "lora_B" in name else 1.0))
     with pytest.raises(ValueError, match=r"model\.lora_rank=8"):
         loaded(replace(same, lora_rank=8))
     described = json.loads((tmp_path / "adapter_config.json").read_text())

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
+from support.report_pages import write_rows
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.exports.model_card import write_model_card
+from flowgrpo_rc.exports.model_card import LoraExport, write_model_card
 from flowgrpo_rc.records.samples import save_grid, save_texts
 
 ROWS = [
@@ -29,8 +30,9 @@ ROWS = [
 def card(
     tmp_path: Path, config: Config, rows: list[Any] = ROWS, *, step: int = 2, raw: bool = False
 ) -> ModelCard:
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ModelCard.load(write_model_card(tmp_path, tmp_path, config, step=step, raw=raw))
+    write_rows(tmp_path, rows)
+    lora = LoraExport(step=step, tensors={}, raw=raw)
+    return ModelCard.load(write_model_card(tmp_path, tmp_path, config, lora))
 
 
 @pytest.fixture
@@ -41,12 +43,25 @@ def config() -> Config:
     return config
 
 
-def test_metadata_is_what_the_hub_reads(tmp_path: Path, config: Config) -> None:
-    found = card(tmp_path, config).data.to_dict()
-    assert (found["base_model"], found["base_model_relation"]) == ("someone/some-model", "adapter")
-    assert (found["library_name"], found["pipeline_tag"]) == ("diffusers", "text-to-image")
-    assert "license" not in found
-    assert {"lora", "flowgrpo-rc"} <= set(found["tags"])
+@pytest.mark.parametrize(("kind", "frames", "wanted"), [
+    ("diffusion", None, ("diffusers", "text-to-image")),
+    ("diffusion", 17, ("diffusers", "text-to-video")),
+    ("causal_lm", None, ("peft", "text-generation")),
+])  # fmt: skip
+def test_metadata_is_what_the_hub_reads(
+    tmp_path: Path, config: Config, kind: str, frames: int | None, wanted: tuple[str, str]
+) -> None:
+    config.model.kind = kind
+    config.rollout.pipeline.num_frames = frames
+    written = card(tmp_path, config)
+    metadata = written.data.to_dict()
+    assert metadata["base_model"] == "someone/some-model"
+    assert metadata["base_model_relation"] == "adapter"
+    assert "license" not in metadata
+    assert {"lora", "flowgrpo-rc"} <= set(metadata["tags"])
+    assert (metadata["library_name"], metadata["pipeline_tag"]) == wanted
+    assert ("num_frames=17" in written.text) == (frames is not None)
+    assert ("PeftModel.from_pretrained" in written.text) == (kind == "causal_lm")
 
 
 @pytest.mark.parametrize("there", [True, False])  # a run's folder may have come without it
@@ -63,29 +78,16 @@ def test_a_local_model_is_named_without_its_path(
     assert str(tmp_path) not in text
 
 
-@pytest.mark.parametrize(("kind", "frames", "wanted"), [
-    ("diffusion", 17, ("diffusers", "text-to-video")),
-    ("causal_lm", None, ("peft", "text-generation")),
-])  # fmt: skip
-def test_other_kinds_of_models(
-    tmp_path: Path, config: Config, kind: str, frames: int | None, wanted: tuple[str, str]
-) -> None:
-    config.model.kind = kind
-    config.rollout.pipeline.num_frames = frames
-    found = card(tmp_path, config)
-    assert (found.data.to_dict()["library_name"], found.data.to_dict()["pipeline_tag"]) == wanted
-    assert ("num_frames=17" in found.text) == (frames is not None)
-    assert ("PeftModel.from_pretrained" in found.text) == (kind == "causal_lm")
-
-
-def test_the_card_tells_what_was_measured(tmp_path: Path, config: Config) -> None:
+def test_the_card_tells_what_was_decided_and_measured(tmp_path: Path, config: Config) -> None:
     (tmp_path / "health.jsonl").write_text('{"step": 2, "message": "kl is 0.2"}\n')
+    facts = {"Model": "m", "Mode": "decoupled", "Loss and clip": "flow_grpo, clip 0.001"}
+    (tmp_path / "decided.json").write_text(json.dumps(facts))
     text = card(tmp_path, config).text
     assert "| score | before | after step 2 |" in text
     assert "| reward | 0.2500 | 0.5000 |" in text
     assert "| ocr/exact | 0.1250 | 0.5000 |" in text
     assert "| Mismatch, mean of abs. log-prob difference | 0.0002 | 0.0003 |" in text
-    assert "decoupled mode" in text
+    assert "| mode | decoupled |\n| loss and clip | flow_grpo, clip 0.001 |" in text
     assert "`rollout_is=token`" in text
     assert "- step 2: kl is 0.2" in text
     assert "Rejected" not in text
@@ -122,11 +124,11 @@ def test_the_card_shows_samples_of_the_scored_step(tmp_path: Path, config: Confi
     prompts = [f'a sign: "{i}"' for i in range(6)]
     stem = tmp_path / "samples" / "step_000002"
     save_grid(stem.with_suffix(".png"), images, ["sign 0.5"] * 6, prompts)
-    found = card(tmp_path, config)
+    written = card(tmp_path, config)
     urls = [f"images/{i}.png" for i in range(4)]
     widget = [{"text": prompts[i], "output": {"url": urls[i]}} for i in range(4)]
-    assert found.data.to_dict()["widget"] == widget
-    assert re.findall(r"!\[sample \d\]\((.*?)\)", found.text) == urls
+    assert written.data.to_dict()["widget"] == widget
+    assert re.findall(r"!\[sample \d\]\((.*?)\)", written.text) == urls
     for url in urls:
         with Image.open(tmp_path / url) as picture:
             assert picture.size == (128, 128)

@@ -97,7 +97,7 @@ def test_a_merged_pipeline_draws_what_the_lora_draws(
 
 def picture(pipe: DiffusionPipeline) -> np.ndarray:
     pipe.set_progress_bar_config(disable=True)
-    found = pipe(
+    drawn = pipe(
         "a word",
         height=32,
         width=64,
@@ -107,4 +107,4 @@ def picture(pipe: DiffusionPipeline) -> np.ndarray:
         generator=torch.Generator().manual_seed(0),
         output_type="np",
     )
-    return found.images[0]
+    return drawn.images[0]

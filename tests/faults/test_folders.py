@@ -87,7 +87,7 @@ RUNS: dict[str, tuple[str, Change]] = {
     "metrics: string": ("metrics.jsonl", row(**{"actor/pg_loss": "low"})),
     "metrics: 10^400": ("metrics.jsonl", row(**{"reward/mean": 10**400})),
     "metrics: step": ("metrics.jsonl", row(step=10**12)),
-    "config: terms": ("config.yaml", setting("reward", "terms", 5)),
+    "decided: deep": ("decided.json", text(DEEP)),
     "samples: pixels": (LAST, picture(size=(30000, 30000))),
     "samples: tiles": (LAST, picture({"size": [9000, 9000], "columns": 1, "captions": ["a 1"]})),
     "rejected: no reasons": ("rejected.jsonl", text('{"step": 1}\n')),

@@ -33,7 +33,7 @@ def test_best_and_how_many_were_no_better(
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"patience": 0}, "trainer.patience=0: give at least 1, or null"),
         ({"patience": 2, "test_freq": 0}, "no effect with trainer.test_freq=0"),
@@ -42,6 +42,6 @@ def test_best_and_how_many_were_no_better(
         ({"push_to_hub": "lora"}, "trainer.push_to_hub='lora': write user/name"),
     ],
 )
-def test_settings_without_effect_are_refused(settings: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_settings_without_effect_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TrainerConfig(**settings).validate()  # type: ignore[arg-type]

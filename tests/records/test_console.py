@@ -64,10 +64,7 @@ def test_console_without_steps_keeps_warnings_and_table() -> None:
     assert "step" not in text
     assert "warning: kl" in text
     assert "+0.5000" in text
-
-
-def test_console_of_other_processes_is_silent() -> None:
-    assert console_output(quiet=True) == ""
+    assert console_output(quiet=True) == ""  # of other processes
 
 
 def test_console_shows_a_live_view_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,23 +91,18 @@ def test_the_digest_of_a_small_file_is_its_sha256(tmp_path: Path) -> None:
     assert file_input(tmp_path / "file").digest == hashlib.sha256(b"content").hexdigest()
 
 
-@pytest.mark.parametrize("place", [0, 2**14 - 1, LARGE // 2, LARGE + 2])
-def test_the_digest_of_a_large_file_sees_its_size_and_places_all_over(
-    tmp_path: Path, place: int
-) -> None:
+def test_the_digest_of_a_large_file_sees_its_size_and_places_all_over(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     with path.open("wb") as file:
         file.truncate(LARGE + 3)  # sparse: it takes no room
     before = file_input(path).digest
-    block = b"x" * min(2**19, LARGE + 3 - place)  # retrained weights differ over long stretches
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(block)
-    assert file_input(path).digest != before
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(b"\0" * len(block))
-    assert file_input(path).digest == before
+    for place in (0, 2**14 - 1, LARGE // 2, LARGE + 2):
+        block = b"x" * min(2**19, LARGE + 3 - place)  # retrained weights differ in long stretches
+        for content, is_same in ((block, False), (b"\0" * len(block), True)):
+            with path.open("r+b") as file:
+                file.seek(place)
+                file.write(content)
+            assert (file_input(path).digest == before) is is_same
     with path.open("ab") as file:
         file.write(b"\0")
     assert file_input(path).digest != before

@@ -23,12 +23,12 @@ def test_sizes_of_images_come_back_with_their_tokens() -> None:
     packed = pack(batch)
     padded = [[[2, 3], [1, 1]], [[1, 4], [0, 0]]]
     assert packed.tensors["conditioning.image_sizes"].tolist() == padded
-    found = unpack(packed)
-    assert isinstance(found, DiffusionBatch)
-    assert found.spec == batch.spec
-    assert found.conditioning.image_sizes == sizes
-    assert torch.equal(found.conditioning.images, conditioning.images)
-    assert found.conditioning[torch.tensor([1, 1])].image_sizes == (sizes[1], sizes[1])
+    unpacked = unpack(packed)
+    assert isinstance(unpacked, DiffusionBatch)
+    assert unpacked.spec == batch.spec
+    assert unpacked.conditioning.image_sizes == sizes
+    assert torch.equal(unpacked.conditioning.images, conditioning.images)
+    assert unpacked.conditioning[torch.tensor([1, 1])].image_sizes == (sizes[1], sizes[1])
     without = batch.replace(conditioning=Conditioning(embeds=conditioning.embeds))
     assert "conditioning.image_sizes" not in pack(without).tensors
     assert unpack(pack(without)).conditioning.image_sizes == ()

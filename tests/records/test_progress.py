@@ -10,7 +10,7 @@ import sys
 import termios
 from pathlib import Path
 
-import pytest
+from flowgrpo_rc.records.progress import is_seen
 
 # Tests run without bars, and a bar that is off draws nothing: this program runs by itself.
 PROGRAM = """
@@ -21,6 +21,8 @@ from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.progress import ProgressBar, is_seen
 
 print("seen:", is_seen())
+os.environ["RANK"] = "1"
+print("seen of another process:", is_seen())
 warnings = MetricsFile(Path(sys.argv[1]))
 warnings.append(1, {"message": "an old one"})
 with StopRequest(None) as stop, ProgressBar(warnings, 3) as bar:
@@ -53,6 +55,7 @@ def on_a_terminal(*command: str) -> str:
 def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     output = on_a_terminal(sys.executable, "-c", PROGRAM, str(tmp_path / "health.jsonl"))
     assert "seen: True" in output
+    assert "seen of another process: False" in output
     first, *_, last = re.findall(r"(?:loading|training): +\d+%[^\r\n]*", output)
     assert re.search(r"loading: +0%.* 0/3 ", first)
     assert re.search(r" 2/3 \[\d\d:\d\d<\d\d:\d\d,.*reward=0\.75, loss=-0\.25, held-out", output)
@@ -64,11 +67,8 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
         assert lines.count(told) == 1
 
 
-def test_nothing_is_seen_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from flowgrpo_rc.records.progress import is_seen; print(is_seen())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-    assert "False" in on_a_terminal("env", "RANK=1", sys.executable, "-c", code)
+def test_nothing_is_seen_where_there_is_no_terminal() -> None:
+    assert not is_seen()
 
 
 def test_a_command_on_a_terminal_says_at_once_that_it_has_begun() -> None:

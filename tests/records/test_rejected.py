@@ -38,6 +38,8 @@ def step(*, processes: int = 1, texts: Sequence[str] = ()) -> list[dict[str, Any
 def test_rejected_samples_are_told_with_reason_and_step() -> None:
     rows = step()
     json.dumps(rows, allow_nan=False)
+    texts = [row["text"] for row in step(texts=[f"answer {i}" for i in range(6)])]
+    assert texts == ["answer 5", "answer 3", "answer 1"]
     assert [(row["prompt"], row["timestep"]) for row in rows] == [(f"p{i}", 750) for i in (5, 3, 1)]
     assert [row["log_ratio"] for row in rows] == pytest.approx([0.011, 0.007, 0.003])
     assert [row["reward"] for row in rows] == pytest.approx([0.5, None, 0.1])
@@ -45,11 +47,6 @@ def test_rejected_samples_are_told_with_reason_and_step() -> None:
     (reason,) = rows[0]["reasons"]
     value = pytest.approx(math.exp(0.011))
     assert reason == {"criterion": "token_k1", "value": value, "lower": 0.5, "upper": 1.0025}
-
-
-def test_a_rejected_response_is_told_with_its_text() -> None:
-    rows = step(texts=[f"answer {i}" for i in range(6)])
-    assert [row["text"] for row in rows] == ["answer 5", "answer 3", "answer 1"]
 
 
 @pytest.mark.parametrize(("processes", "rows"), [(2, 2), (4, 1), (2 * PER_STEP, 1)])

@@ -12,24 +12,20 @@ import torch
 
 import flowgrpo_rc
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.report.folder import decided
 
 ROOT = Path(flowgrpo_rc.__file__).parents[1]
 
 
-def environment(folder: Path) -> dict[str, object]:
-    """Returns what a new run records."""
-    RunFolder(folder).create({}, torch.device("cpu"), 1, {})
-    return dict(json.loads((folder / "environment.json").read_text()))
-
-
-def test_the_start_is_recorded(tmp_path: Path) -> None:
-    started = datetime.fromisoformat(str(environment(tmp_path)["started"]))
+def test_time_commit_and_decisions_are_recorded(tmp_path: Path) -> None:
+    facts = {"Model": "tiny", "First prompt": "token=hunter2"}
+    RunFolder(tmp_path).create({}, torch.device("cpu"), 1, {}, facts)
+    assert decided(tmp_path) == {"Model": "tiny", "First prompt": "token=***"}
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    started = datetime.fromisoformat(environment["started"])
     assert abs(datetime.now().astimezone() - started) < timedelta(minutes=5)
-
-
-def test_the_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("the package is not in a checkout")
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     head = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert head.startswith(str(environment(tmp_path)["git"]).removesuffix("-dirty"))
+    assert head.startswith(environment["git"].removesuffix("-dirty"))

@@ -26,7 +26,9 @@ def test_grid_enlarges_small_images_by_whole_pixels_and_reduces_large_ones() -> 
 
 def test_grid_shows_captions() -> None:
     images = np.full((2, 64, 64, 3), 255, np.uint8)
-    blank, written = (np.asarray(image_grid(images, ["", one])) for one in ("", 'sign "AB1"'))
+    blank, written = (
+        np.asarray(image_grid(images, ["", caption])) for caption in ("", 'sign "AB1"')
+    )
     changed = np.argwhere((blank != written).any(-1))
     assert len(changed)
     assert changed[:, 1].min() > blank.shape[1] / 2

@@ -26,16 +26,15 @@ sys.exit(75)
 """
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_everything_comes_in_order_and_in_its_encoding(encoding: str) -> None:
+def test_everything_comes_in_order_and_in_its_encoding() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=launch_environment() | {"PYTHONIOENCODING": encoding},
+        env=launch_environment() | {"PYTHONIOENCODING": "latin-1"},
         capture_output=True,
         check=False,
     )
     assert (done.returncode, done.stderr) == (75, b"error\n")
-    assert done.stdout.decode(encoding) == "before\néafter\n"
+    assert done.stdout.decode("latin-1") == "before\néafter\n"
 
 
 def test_streams_of_a_program_stay(capsys: pytest.CaptureFixture) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import sqlite3
 import sys
-from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -31,28 +31,27 @@ def test_which_loggers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accelerate_loggers(["console", "wandb", "wandb"]) == ["wandb"]
 
 
-def noting(name: str) -> Callable[..., None]:
-    """Returns a method that notes its call, and raises if it shall."""
-
-    def method(self: Recorder, *given: object, **options: object) -> None:
-        self.asked.append(name)
-        if name == self.raises_at:
-            raise SystemExit("no: api_key=topsecret")
-
-    return method
-
-
 class Recorder(GeneralTracker):
     """Writes down what it is asked for, and raises at one thing."""
 
     name, requires_logging_directory, raises_at = "recorder", False, ""
-    start, log, log_images = noting("start"), noting("log"), noting("image")
-    store_init_configuration, alert, finish = noting("settings"), noting("alert"), noting("finish")
 
     def __init__(self, project_name: str, **options: object) -> None:
         super().__init__()
         self.asked: list[str] = []
         made.append(self)
+
+    def _note(self, name: str, *arguments: object, **options: object) -> None:
+        self.asked.append(name)
+        if name == self.raises_at:
+            raise SystemExit("no: api_key=topsecret")
+
+    start = partialmethod(_note, "start")
+    log = partialmethod(_note, "log")
+    log_images = partialmethod(_note, "image")
+    store_init_configuration = partialmethod(_note, "settings")
+    alert = partialmethod(_note, "alert")
+    finish = partialmethod(_note, "finish")
 
     @property
     def tracker(self) -> Recorder:
@@ -106,15 +105,14 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 
-logger, run_dir = sys.argv[1], Path("run")
+loggers, run_dir = accelerate_loggers(sys.argv[1].split("+")), Path("run")
 run_dir.mkdir()
 terms = {"mine": {"weight": 2.0, "note": "topsecret"}, "jpeg": None}
 config = {"model": {"path": "tiny_model", "api_key": "topsecret"}, "reward": {"terms": terms}}
 config["data"] = {"files": ["a", "b"], "n": None}
 for steps in ([0, 1], [2]):
-    accelerator = Accelerator(cpu=True, log_with=accelerate_loggers([logger]), project_dir=run_dir)
     trackers = Trackers(
-        accelerator,
+        Accelerator(cpu=True, log_with=loggers, project_dir=run_dir),
         project_name="project",
         experiment_name="experiment",
         run_dir=run_dir,
@@ -132,13 +130,14 @@ for steps in ([0, 1], [2]):
 MISMATCH = "rollout_corr/logprob_abs_diff/ts_1000"
 
 
-def two_commands(logger: str, folder: Path) -> list[Path]:
-    """Runs them with everything that a tracker keeps below `folder`; returns its files.
+def two_commands(loggers: str, folder: Path) -> Path:
+    """Runs them with everything that a tracker keeps below `folder`, which is returned.
 
-    They hold what was measured, and no secret.
+    It holds what was measured, and no secret.
     """
-    pytest.importorskip(logger)
-    own = {
+    for logger in loggers.split("+"):
+        pytest.importorskip(logger)
+    places = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "TRACKIO_DIR": str(folder / "trackio"),
         "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",
@@ -147,15 +146,16 @@ def two_commands(logger: str, folder: Path) -> list[Path]:
         "WANDB_API_KEY": "topsecret" * 5,
         "WANDB_MODE": "offline",
     }
-    words = [sys.executable, "-c", TWO_COMMANDS, logger, "api_key=topsecret"]
-    done = ran(*words, cwd=folder, env=os.environ | own)
+    words = [sys.executable, "-c", TWO_COMMANDS, loggers, "api_key=topsecret"]
+    done = ran(*words, cwd=folder, env=os.environ | places)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "has failed and is off" not in done.stderr
     files = [path for path in folder.rglob("*") if path.is_file()]
     content = b"".join(str(path).encode() + path.read_bytes() for path in files)
     assert b"logprob_abs_diff" in content
     assert b"topsecret" not in content
     assert b"jpeg" not in content, "a reward that was dropped"
-    return files
+    return folder
 
 
 @pytest.mark.parametrize("logger", ["swanlab", "mlflow", "aim"])
@@ -163,38 +163,33 @@ def test_a_tracker_takes_everything_and_no_secret_reaches_it(logger: str, tmp_pa
     two_commands(logger, tmp_path)
 
 
-def test_wandb_goes_on_in_its_run_and_keeps_settings_pictures_and_warnings(tmp_path: Path) -> None:
-    files = two_commands("wandb", tmp_path)
-    identity = (tmp_path / "run" / "wandb_id").read_text()
+def test_a_resumed_run_goes_on_in_the_same_run_of_its_trackers(tmp_path: Path) -> None:
+    """The trackers are three at once, since each command takes seconds to import them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = two_commands("wandb+tensorboard+trackio", tmp_path) / "run"
+    identity = (run / "wandb_id").read_text()
     assert re.fullmatch(r"[0-9a-f]{16}", identity)
-    records = [path for path in files if path.suffix == ".wandb"]
+    records = list(run.rglob("*.wandb"))
     assert [path.name for path in records] == [f"run-{identity}.wandb"] * 2
     for record in records:
         content = record.read_bytes()
         words = (b"logprob_abs_diff", b"tiny_model", b"mine", b"experiment", b"kl is outside its")
         assert all(word in content for word in words)
-    assert len([path for path in files if path.suffix == ".png"]) == 3
+    assert len(list((run / "wandb").rglob("*.png"))) == 3
 
-
-def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
-    files = two_commands("tensorboard", tmp_path)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (folder,) = {path.parent for path in files if "tfevents" in path.name}
-    found = EventAccumulator(str(folder)).Reload()
-    logged = [(event.step, event.value) for event in found.Scalars(MISMATCH)]
+    (folder,) = {path.parent for path in run.rglob("*tfevents*")}
+    events = EventAccumulator(str(folder)).Reload()
+    logged = [(event.step, event.value) for event in events.Scalars(MISMATCH)]
     assert logged == [(step, step / 4) for step in (0, 1, 2)]
-    assert [(image.width, image.height) for image in found.Images("val/samples")] == [(16, 8)] * 3
+    assert [(image.width, image.height) for image in events.Images("val/samples")] == [(16, 8)] * 3
 
-
-def test_a_resumed_run_goes_on_in_the_same_run_of_trackio(tmp_path: Path) -> None:
-    two_commands("trackio", tmp_path)
     with sqlite3.connect(tmp_path / "trackio" / "project.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics").fetchall()
         ((settings,),) = database.execute("select config from configs").fetchall()
     database.close()
-    numbers = [(run, step, json.loads(metrics)) for run, step, metrics in rows]
-    logged = [(run, step, found[MISMATCH]) for run, step, found in numbers if MISMATCH in found]
+    numbers = [(name, step, json.loads(metrics)) for name, step, metrics in rows]
+    logged = [(name, step, row[MISMATCH]) for name, step, row in numbers if MISMATCH in row]
     assert logged == [("experiment", step, step / 4) for step in (0, 1, 2)]
-    assert sum("val/samples" in found for _, _, found in numbers) == 3
+    assert sum("val/samples" in row for _, _, row in numbers) == 3
     assert json.loads(settings)["model.path"] == "tiny_model"

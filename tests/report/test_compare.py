@@ -13,6 +13,7 @@ from support.report_pages import Page, chart_data, make_run, visible_text, write
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.report.compare import write_comparison
 
+SIZE = {"rollout": {"pipeline": {"height": 64}, "val_kwargs": {"height": None}}}
 SECTIONS = ["numbers", "samples", "settings", "reward", "correction", "update", "health", "words"]
 
 
@@ -67,30 +68,26 @@ def test_a_run_without_a_metric_leaves_the_others_colour_alone(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "key", ["data.val_files", "rollout.val_kwargs.num_inference_steps", "reward.terms.ocr.weight"]
+    ("settings", "key"),
+    [
+        ([{"data": {"val_files": n}} for n in "ab"], "data.val_files"),
+        (
+            [{"reward": {"terms": {"ocr": {"weight": n}}}} for n in (1, 2)],
+            "reward.terms.ocr.weight",
+        ),
+        ([{"rollout": {"val_kwargs": {"n": n}}} for n in (1, 2)], "rollout.val_kwargs.n"),
+        # Without a size of its own an evaluation takes that of the training.
+        ([SIZE, {"rollout": {"val_kwargs": {"height": 32}}}], "rollout.val_kwargs.height"),
+        ([SIZE, {"rollout": {"val_kwargs": {"height": 64}}}], ""),
+    ],
 )
-def test_runs_that_were_scored_differently_say_so(tmp_path: Path, key: str) -> None:
-    runs = []
-    for name, value in (("a", 1), ("b", 2)):
-        tree: Any = value
-        for part in reversed(key.split(".")):
-            tree = {part: tree}
-        runs.append(small_run(tmp_path / name, [0.1, 0.2], tree))
-    text = visible_text(write_comparison(runs, tmp_path / "page.html").read_text())
-    assert f"The runs were not evaluated alike ({key})" in text
-
-
-@pytest.mark.parametrize(("own", "alike"), [(64, True), (32, False)])
-def test_evaluation_takes_the_size_of_the_training_unless_it_has_its_own(
-    tmp_path: Path, own: int, alike: bool
+def test_runs_that_were_scored_differently_say_so(
+    tmp_path: Path, settings: list[dict[str, Any]], key: str
 ) -> None:
-    settings = (
-        {"pipeline": {"height": 64}, "val_kwargs": {"height": None}},
-        {"pipeline": {"height": 32}, "val_kwargs": {"height": own}},
-    )
-    runs = [small_run(tmp_path / str(n), [0.1], {"rollout": x}) for n, x in enumerate(settings)]
+    runs = [small_run(tmp_path / str(n), [0.1, 0.2], tree) for n, tree in enumerate(settings)]
     text = visible_text(write_comparison(runs, tmp_path / "page.html").read_text())
-    assert ("not evaluated alike (rollout.val_kwargs.height)" in text) is not alike
+    assert (f"The runs were not evaluated alike ({key})" in text) is bool(key)
+    assert ("not evaluated alike" in text) is bool(key)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:

@@ -57,6 +57,15 @@ def test_page_tells_the_outcome(report: str) -> None:
     last = 0.412 + 0.25 * (1 - math.exp(-60 / 25))
     assert f"Held-out reward 0.4120 \u2192 {last:.4f} (+{last - 0.412:.4f})" in text
     assert "Training steps: 60" in text
+    facts = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", report.replace("<wbr>", ""), re.DOTALL)
+    assert [(visible_text(name).strip(), value) for name, value in facts[:5]] == [
+        ("Model", "sd3"),
+        ("Mode", "bypass, why"),
+        ("Started", "2026-01-02 03:04 UTC"),
+        ("Ran on", "cpu, 2 processes"),
+        ("Versions", "flowgrpo-rc 0.2.0, git 1234abc-dirty, torch 2.13.0"),
+    ]
+    assert 'href="#word-mode"' in report
     assert "Step 0" in text
     assert "Step 60" in text
     assert "Step 20" not in text.split("Over time")[0]

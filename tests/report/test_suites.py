@@ -28,9 +28,9 @@ def result(changes: Sequence[float], **groups: PolicyComparison) -> SuiteResult:
     base = np.array([[0.5, 0.25], [0.75, 0.5], [0.25, math.nan], [1.0, 1.0]])
     tuned = base + np.array(changes).reshape(4, 1)
     columns = [{"reward": scores, "ocr/edit": scores * 2} for scores in (base, tuned)]
-    found = {name: compare(columns[0][name], columns[1][name]) for name in columns[0]}
+    comparisons = {name: compare(columns[0][name], columns[1][name]) for name in columns[0]}
     before, after = (SuiteScores(scores, ()) for scores in columns)
-    return SuiteResult("mine", before, after, found, groups, SuiteProtocol({}, "1a2b3c4d"))
+    return SuiteResult("mine", before, after, comparisons, groups, SuiteProtocol({}, "1a2b3c4d"))
 
 
 def section(run: Path, rows: Sequence[dict[str, Any]] = ()) -> str:
@@ -47,26 +47,23 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     alone = compare(np.array([[0.5]]), np.array([[0.75]]))
     written = result([-0.25, -0.2, -0.3, -0.25], few=alone)
     write_suite_result(tmp_path / "suites", suite(), written)
-    (found,) = read_suite_results(tmp_path / "suites")
-    assert (found.name, found.prompts, found.seeds) == ("mine", 4, 2)
-    assert found.comparisons == written.comparisons
-    assert found.groups["few"].change.mean == 0.25
-    assert math.isnan(found.groups["few"].change.low)
+    (stored,) = read_suite_results(tmp_path / "suites")
+    assert (stored.name, stored.prompts, stored.seeds) == ("mine", 4, 2)
+    assert stored.comparisons == written.comparisons
+    assert stored.groups["few"].change.mean == 0.25
+    assert math.isnan(stored.groups["few"].change.low)
     row = json.loads((tmp_path / "suites" / "mine.json").read_text())
     assert row["scores"]["base"]["reward"][2] == [0.25, None]
     assert row["texts"] == ["p0", "p1", "p2", "p3"]
 
 
 def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+    assert section(tmp_path) == ""  # without suites
     (tmp_path / "suites").mkdir()
     result = '{"prompts": 4, "seeds": 2, "sampler": {}, "digest": "", "comparisons": {}}'
     (tmp_path / "suites" / "mine.json").write_text(result)
     with pytest.raises(ValueError, match=r"mine.json cannot be read: 'groups' is missing"):
         section(tmp_path)
-
-
-def test_without_suites_there_is_no_section(tmp_path: Path) -> None:
-    assert section(tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -76,8 +73,8 @@ def test_without_suites_there_is_no_section(tmp_path: Path) -> None:
 def test_base_and_lora_stand_side_by_side(
     tmp_path: Path, changes: Sequence[float], verdict: str
 ) -> None:
-    found = result(changes)
-    write_suite_result(tmp_path / "suites", suite(), found)
+    result_of_suite = result(changes)
+    write_suite_result(tmp_path / "suites", suite(), result_of_suite)
     for policy, shade in (("base", 50), ("lora", 200)):
         images = np.full((4, 32, 32, 3), shade, np.uint8)
         stem = sample_stem(tmp_path / "suites", "mine", policy)
@@ -85,7 +82,7 @@ def test_base_and_lora_stand_side_by_side(
     page = section(tmp_path)
     text = visible_text(page)
     assert "Suite mine: 4 prompts, 2 samples of each" in text
-    total = found.comparisons["reward"]
+    total = result_of_suite.comparisons["reward"]
     half = (total.base.high - total.base.low) / 2
     assert f"{total.base.mean:.4f} \u00b1 {half:.4f}" in text
     assert f"{total.change.low:+.4f} to {total.change.high:+.4f}" in text

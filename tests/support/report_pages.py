@@ -145,8 +145,11 @@ def make_run(folder: Path) -> Path:
         "http://user:hunter3@host/score\ndata:\n  train_files: words.txt\n"
     )
     command = ["train", "a_token=hunter4", "reward.remote.api_key=hunter5"]
-    environment = {"python": "3.11", "device": "cpu", "command": command}
+    environment: dict[str, object] = {"python": "3.11", "device": "cpu", "command": command}
+    environment |= {"processes": 2, "started": "2026-01-02T03:04+00:00", "git": "1234abc-dirty"}
+    environment["packages"] = {"flowgrpo-rc": "0.2.0", "torch": "2.13.0"}
     (folder / "environment.json").write_text(json.dumps(environment))
+    (folder / "decided.json").write_text('{"Model": "sd3", "Mode": "bypass, why"}')
     (folder / "health.jsonl").write_text(
         '{"step": 12, "message": "kl is 0.2 <script>alert(1)</script>"}\n'
     )
