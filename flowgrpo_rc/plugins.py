@@ -121,6 +121,13 @@ def check_that(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def refuse(*cases: tuple[object, str], about: str = "", end: str = "") -> None:
+    """Raises ValueError with the first reason that holds, of (holds, reason)."""
+    for holds, reason in cases:
+        if holds:
+            raise ValueError(f"{about}{reason}{end}")
+
+
 def in_seconds(key: str, value: Any) -> Any:
     """Returns a value with each duration, such as 2h, 90m or 1h30m, as a number of seconds.
 

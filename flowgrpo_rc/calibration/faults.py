@@ -26,6 +26,7 @@ from flowgrpo_rc.core.transition import sample as draw
 from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.monitoring.noise import seed_noise
 from flowgrpo_rc.policies.encode_prompts import encode_unique
+from flowgrpo_rc.policies.flow import SdeWindow
 from flowgrpo_rc.rollout.concat import concat
 
 # Turns a recorded step into the step with a fault, or into None if there is no such step.
@@ -226,8 +227,7 @@ class Replay:
             rows.conditioning[rows.prompt_index],
             None if rows.negative is None else rows.negative[rows.prompt_index],
             rows.spec,
-            rows.step_indices,
-            partial(normal, shape, rows.seed.tolist(), "step"),
+            SdeWindow(rows.step_indices, partial(normal, shape, rows.seed.tolist(), "step")),
         )
         states = trajectory.window_latents
         return rows.replace(all_latents=states, rollout_log_probs=trajectory.log_probs)

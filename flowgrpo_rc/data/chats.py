@@ -1,9 +1,9 @@
 """Chats in rows of prompt files, as verl and TRL write them: a list of messages in `prompt`."""
 
 import re
-from typing import Any
 
 from flowgrpo_rc.data.readers import Row
+from flowgrpo_rc.plugins import refuse
 
 Messages = tuple[dict[str, object], ...]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -34,25 +34,26 @@ def read_chat(row: Row, where: str, *, whole: bool) -> tuple[Row, Messages]:
     changed: dict[str, object] = dict(row)
     messages: Messages = ()
     for column in ("prompt", "negative_prompt", "reward_model"):
-        text = row.get(column)
-        if isinstance(text, str) and _WRITTEN.match(text):
-            raise ValueError(
-                f"{where}: {column} is a list or an object that was written as text: give it as "
-                f"what it is, not {text!r:.100}"
-            )
+        value = row.get(column)
+        is_written = isinstance(value, str) and _WRITTEN.match(value)
+        what = f"{where}: {column} is a list or an object that was written as text"
+        refuse((is_written, f"{what}: give it as what it is, not {value!r:.100}"))
     for column in ("prompt", "negative_prompt"):
-        given = row.get(column)
-        if not isinstance(given, list):
+        value = row.get(column)
+        if not isinstance(value, list):
             continue
-        chat = tuple(_message(message, f"{where}: {column}") for message in given)
+        chat = tuple(_message(message, f"{where}: {column}") for message in value)
         said = {message["role"]: message["content"] for message in chat}
-        if not whole and (len(said) < len(chat) or not said.keys() <= {"system", "user"}):
-            raise ValueError(
-                f"{where}: {column} must be a text, or a chat of one user message and at most one "
-                f"system message; it has {given!r}"
-            )
-        if "user" not in said:
-            raise ValueError(f"{where}: {column} is a chat without a user message")
+        has_others = len(said) < len(chat) or not said.keys() <= {"system", "user"}
+        refuse(
+            (
+                not whole and has_others,
+                "must be a text, or a chat of one user message and at most one system message; it "
+                f"has {value!r}",
+            ),
+            ("user" not in said, "is a chat without a user message"),
+            about=f"{where}: {column} ",
+        )
         changed[column] = said["user"]
         if column == "prompt":
             messages = chat if whole else ()
@@ -64,24 +65,25 @@ def read_chat(row: Row, where: str, *, whole: bool) -> tuple[Row, Messages]:
     return changed, messages
 
 
-def _message(message: Any, where: str) -> dict[str, object]:
+def _message(message: object, where: str) -> dict[str, object]:
     # Columns of parquet give every message the keys of all, without a value.
-    found = dict(message) if isinstance(message, dict) else {}
-    found = {name: value for name, value in found.items() if value is not None}
-    match found.get("content"):
+    columns = dict(message) if isinstance(message, dict) else {}
+    fields = {name: value for name, value in columns.items() if value is not None}
+    match fields.get("content"):
         case [*parts] if all(map(_is_text, parts)):
-            found["content"] = "".join(part["text"] for part in parts)
-        case None if found.get("tool_calls"):
-            found["content"] = ""
-    if found.get("role") not in _ROLES or not isinstance(found.get("content"), str):
+            fields["content"] = "".join(part["text"] for part in parts)
+        case None if fields.get("tool_calls"):
+            fields["content"] = ""
+    if fields.get("role") not in _ROLES or not isinstance(fields.get("content"), str):
         raise ValueError(
             f"{where} must be a text, or a chat of messages with a role ({', '.join(_ROLES)}) and "
             f"a text as content; it has {message!r}"
         )
-    return found
+    return fields
 
 
-def _is_text(part: Any) -> bool:
+def _is_text(part: object) -> bool:
     """Returns whether a part of a content is a text, and not a picture that may have a caption."""
-    kind = part.get("type") if isinstance(part, dict) else "none"
-    return kind in (None, "text", "input_text") and isinstance(part.get("text"), str)
+    if not isinstance(part, dict) or part.get("type") not in (None, "text", "input_text"):
+        return False
+    return isinstance(part.get("text"), str)

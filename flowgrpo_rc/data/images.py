@@ -1,12 +1,13 @@
 """The condition images of a prompt, as a row of a prompt file names them."""
 
 import base64
-import binascii
 import re
 from pathlib import Path
 
 from flowgrpo_rc.data.readers import Row
 from flowgrpo_rc.pictures import name_of, picture_size, verify_picture
+from flowgrpo_rc.plugins import refuse
+from flowgrpo_rc.reading import blaming
 
 IMAGE_KEYS = ("image", "images")
 MAX_PIXELS = 4096 * 4096  # of one image
@@ -25,43 +26,41 @@ def images_of(row: Row, folder: Path, where: str, most: int) -> tuple[str | byte
     Raises:
       ValueError: there are too few or too many, or one is missing, too large or no picture.
     """
-    given = [row[key] for key in IMAGE_KEYS if row.get(key) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{where}: has both image and images: give one of them")
-    values = [image for value in given for image in (value if isinstance(value, list) else [value])]
-    if not min(most, 1) <= len(values) <= most:
-        raise ValueError(
-            f"{where}: has {len(values) or 'no'} image{'s' * (len(values) > 1)}, and "
+    columns = [row[key] for key in IMAGE_KEYS if row.get(key) is not None]
+    lists = [value if isinstance(value, list) else [value] for value in columns]
+    values = [image for images in lists for image in images]
+    refuse(
+        (len(columns) > 1, "has both image and images: give one of them"),
+        (
+            not min(most, 1) <= len(values) <= most,
+            f"has {len(values) or 'no'} image{'s' * (len(values) > 1)}, and "
             f"rollout.pipeline.condition_images={most}: set it to the most images of a prompt; 0 "
-            "is for prompts of text alone"
-        )
+            "is for prompts of text alone",
+        ),
+        about=f"{where}: ",
+    )
     try:
-        images = tuple(_image(value, folder) for value in values)
-        for image in images:
-            width, height = picture_size(image)
-            if width * height > MAX_PIXELS:
-                raise ValueError(
-                    f"{name_of(image)} has {width} x {height} pixels, more than {MAX_PIXELS}: make "
-                    "it smaller"
-                )
-            verify_picture(image)
+        return tuple(_image(value, folder) for value in values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return images
 
 
 def _image(value: object, folder: Path) -> str | bytes:
     """Returns the content of an image, or its path, which stands relative to the prompt file."""
+    image: str | bytes
     match value:
         case {"bytes": bytes() as content}:
-            return content
+            image = content
         case {"base64": str() as text}:
-            try:
-                return base64.b64decode(text, validate=True)
-            except binascii.Error as error:
-                raise ValueError(f"the base64 of an image is broken: {error}") from error
+            with blaming("the base64 of an image"):
+                image = base64.b64decode(text, validate=True)
         case {"path": str() as path} | (str() as path) if _PATH.match(path):
-            return str(folder / Path(path).expanduser())
-    raise ValueError(
-        f"an image must be a path, or an object with its path, bytes or base64, got {value!r:.100}"
-    )
+            image = str(folder / Path(path).expanduser())
+        case _:
+            kinds = "a path, or an object with its path, bytes or base64"
+            raise ValueError(f"an image must be {kinds}, got {value!r:.100}")
+    width, height = picture_size(image)
+    size = f"{name_of(image)} has {width} x {height} pixels"
+    refuse((width * height > MAX_PIXELS, f"{size}, more than {MAX_PIXELS}: make it smaller"))
+    verify_picture(image)
+    return image

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from flowgrpo_rc.core.random import generator
 from flowgrpo_rc.data.chats import read_chat
 from flowgrpo_rc.data.images import IMAGE_KEYS, images_of
 from flowgrpo_rc.data.readers import Row, find_file, read_rows
+from flowgrpo_rc.plugins import refuse
 
 logger = logging.getLogger(__name__)
 _INCHES = re.compile("[0-9¼½¾⅛⅜⅝⅞]$")
@@ -75,13 +75,11 @@ def read_prompts(
         missing, or an image is too large or no picture. The message names key, file and line.
     """
     files = prompt_files(paths, key)
-    if not files:
-        raise ValueError(f"{key} names no file")
+    refuse((not files, f"{key} names no file"))
     prompts: list[Prompt] = []
     for file in files:
         rows = list(read_rows(file, key))
-        if not rows:
-            raise ValueError(f"{key}: {file} has no prompt")
+        refuse((not rows, f"{key}: {file} has no prompt"))
         for place, row in rows:
             where = f"{key}: {file}, {place}"
             _check_letters(row, where)
@@ -106,8 +104,7 @@ def places_of(paths: str | Path | Sequence[str | Path], key: str) -> list[str]:
 
 def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Path]:
     """Returns the prompt files that `read_prompts` reads; ValueError if a folder lacks one."""
-    many = isinstance(paths, Sequence) and not isinstance(paths, str)
-    listed: Any = paths if many else [paths]
+    listed = [paths] if isinstance(paths, str) or not isinstance(paths, Sequence) else list(paths)
     if not all(isinstance(path, str | Path) for path in listed):
         raise ValueError(f"{key}={paths!r}: give a prompt file, a folder, or a list of them")
     return [find_file(Path(path).expanduser(), _SPLITS[key], key) for path in listed]
@@ -121,13 +118,15 @@ def quoted_text(text: str) -> str | None:
     pieces = text.split('"')
     if len(pieces) < 3:
         return None
-    if len(pieces) % 2 == 0:
-        raise ValueError("an odd number of double quotes")
-    if _INCHES.search(pieces[0]):
-        raise ValueError("a double quote after a digit, which may be an inch mark")
     half_curly = any(sum(map(piece.count, "“”„")) % 2 for piece in pieces)
-    if pieces[1] and ('""' in text or '\\"' in text or half_curly):
-        raise ValueError("double quotes that are escaped, doubled or mixed with curly ones")
+    refuse(
+        (len(pieces) % 2 == 0, "an odd number of double quotes"),
+        (_INCHES.search(pieces[0]), "a double quote after a digit, which may be an inch mark"),
+        (
+            pieces[1] and ('""' in text or '\\"' in text or half_curly),
+            "double quotes that are escaped, doubled or mixed with curly ones",
+        ),
+    )
     return pieces[1]
 
 
@@ -162,9 +161,9 @@ class PromptSampler:
 
     def further(self, step: int, count: int) -> list[Prompt]:
         """Draws the `count` prompts that come next after all that a step, from 0, has taken."""
-        found = self._walk(step + 1, count)
+        prompts = self._walk(step + 1, count)
         self.num_further += count
-        return found
+        return prompts
 
     def _walk(self, steps: int, count: int) -> list[Prompt]:
         first = steps * self.prompts_per_step + self.num_further
@@ -173,8 +172,8 @@ class PromptSampler:
         return [self.prompts[self._order(epoch)[i]] for epoch, i in epochs]
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        own = generator(self.seed, epoch, "prompts")
-        return torch.randperm(len(self.prompts), generator=own).tolist()
+        source = generator(self.seed, epoch, "prompts")
+        return torch.randperm(len(self.prompts), generator=source).tolist()
 
 
 def shard(
@@ -198,16 +197,11 @@ def shard(
 def _prompt(
     row: Row, where: str, index: int, require_target: bool | str, negative_text: str, guess: bool
 ) -> Prompt:
-    texts: dict[str, Any] = {name: row.get(name) for name in _TEXTS}
-    for name, value in texts.items():
-        if not isinstance(value, str | None):
-            raise ValueError(f"{where}: {name} must be a text, got {value!r}")
-    text, target, negative = texts.values()
-    if text is None:
-        columns = ", ".join(row) or "nothing"
-        raise ValueError(f"{where}: the prompt is missing: the row has {columns}, and no prompt")
-    if _is_blank(text):
-        raise ValueError(f"{where}: the prompt is empty")
+    text, target, negative = (_text(row, name, where) for name in _TEXTS)
+    columns = ", ".join(row) or "nothing"
+    if text is None or _is_blank(text):
+        missing = f"the prompt is missing: the row has {columns}, and no prompt"
+        raise ValueError(f"{where}: {missing if text is None else 'the prompt is empty'}")
     if target is None and guess:
         try:
             target = quoted_text(text)
@@ -230,6 +224,13 @@ def _prompt(
     )
 
 
+def _text(row: Row, name: str, where: str) -> str | None:
+    value = row.get(name)
+    if not isinstance(value, str | None):
+        raise ValueError(f"{where}: {name} must be a text, got {value!r}")
+    return value
+
+
 def _is_blank(text: str) -> bool:
     """Returns whether a reader sees nothing: spaces, and marks without a width."""
     return not any(letter.isprintable() and letter not in " \ufe0e\ufe0f" for letter in text)
@@ -239,8 +240,8 @@ def _check_letters(row: Row, where: str) -> None:
     """Raises ValueError for what is no letter: NUL, and half a letter, which JSON can write."""
     for name, value in row.items():
         written = json.dumps([name, value], ensure_ascii=False, default=lambda other: None)
-        if r"\u0000" in written.replace(r"\\", ""):
-            raise ValueError(f"{where}: {name!r} holds NUL: if this is UTF-16, save it as UTF-8")
+        has_nul = r"\u0000" in written.replace(r"\\", "")
+        refuse((has_nul, f"{where}: {name!r} holds NUL: if this is UTF-16, save it as UTF-8"))
         try:
             written.encode()
         except UnicodeEncodeError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from flowgrpo_rc.plugins import install_hint
+from flowgrpo_rc.plugins import check_packages, refuse
 from flowgrpo_rc.reading import blaming, parse_mapping
 
 logger = logging.getLogger(__name__)
@@ -26,16 +26,17 @@ def find_file(path: Path, split: str, key: str) -> Path:
     """
     if not path.is_dir():
         return path
-    found = _files(path, split)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(file.name for file in found)
-        raise ValueError(f"{key}: {path} has {names}: give one of these files")
-    below = sorted(folder.name for folder in path.iterdir() if _files(folder, split))
-    hint = f"; the folders in it that have one: {', '.join(below)}" if below else ""
-    names = ", ".join(f"{split}{ending}" for ending in _ENDINGS)
-    raise ValueError(f"{key}: the folder {path} has none of {names}{hint}")
+    files = _files(path, split)
+    if len(files) == 1:
+        return files[0]
+    names = ", ".join(file.name for file in files)
+    fault = f"{path} has {names}: give one of these files"
+    if not files:
+        below = sorted(folder.name for folder in path.iterdir() if _files(folder, split))
+        hint = f"; the folders in it that have one: {', '.join(below)}" if below else ""
+        names = ", ".join(f"{split}{ending}" for ending in _ENDINGS)
+        fault = f"the folder {path} has none of {names}{hint}"
+    raise ValueError(f"{key}: {fault}")
 
 
 def _files(folder: Path, split: str) -> list[Path]:
@@ -52,12 +53,14 @@ def read_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
       ValueError: the file does not exist, has an unknown ending, cannot be read, or is parquet and
         pyarrow is not installed. The message names `key`, the configuration key.
     """
-    if not file.is_file():
-        kind = "file" if file.suffix else "file or folder"
-        given = file if file.is_absolute() else f"{file} in {Path.cwd()}"
-        raise ValueError(f"{key}: there is no {kind} {given}")
-    if file.suffix not in _READERS:
-        raise ValueError(f"{key}: {file} ends in {file.suffix!r}; allowed: {', '.join(_READERS)}")
+    kind = "file" if file.suffix else "file or folder"
+    place = file if file.is_absolute() else f"{file} in {Path.cwd()}"
+    allowed = ", ".join(_READERS)
+    refuse(
+        (not file.is_file(), f"there is no {kind} {place}"),
+        (file.suffix not in _READERS, f"{file} ends in {file.suffix!r}; allowed: {allowed}"),
+        about=f"{key}: ",
+    )
     yield from _READERS[file.suffix](file, key)
 
 
@@ -78,11 +81,9 @@ def _read_jsonl(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 
 
 def _read_parquet(file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        hint = install_hint("parquet")
-        raise ValueError(f"{key}: reading {file} needs pyarrow: {hint}") from error
+    check_packages(f"{key}: reading {file}", ["pyarrow"], "parquet")
+    from pyarrow import parquet
+
     with blaming(f"{key}: {file}"):
         rows = parquet.read_table(file).to_pylist()
     for number, row in enumerate(rows, start=1):

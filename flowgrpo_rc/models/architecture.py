@@ -12,18 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import transformers
-from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+from diffusers import ModelMixin, SchedulerMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of
-from flowgrpo_rc.models.components import component_class
-from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
-from flowgrpo_rc.models.index import read_index
+from flowgrpo_rc.models.base import FlowModel, adapter_of
+from flowgrpo_rc.models.components import build_pipeline, component_dtype
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.index import components_in, read_index
 from flowgrpo_rc.models.quantization import quantize_blocks
-from flowgrpo_rc.models.vae import vae_dtype
 from flowgrpo_rc.reading import blaming, load_tokenizer, read_mapping
 
 META = torch.device("meta")
@@ -36,30 +34,41 @@ def build_architecture(config: ModelConfig) -> FlowModel:
     Tokenizers and other components without weights are None. ValueError if a file cannot be read.
     """
     adapter = adapter_of(config)
-    index = DiffusionPipeline.load_config(config.path)
-    components = {
-        name: _component(config, adapter, name, *value) if isinstance(value, list) else value
-        for name, value in index.items()
-        if not name.startswith("_")
-    }
+
+    def make(name: str, cls: Any) -> object:
+        dtype = component_dtype(config, name, META, stock_in_bf16=adapter.vae_in_bf16)
+        with blaming(f"model.path={config.path}: the settings of its {name}"):
+            if issubclass(cls, PreTrainedModel):
+                settings = cls.config_class.from_pretrained(config.path, subfolder=name)
+                _check_layers(f"{name}/config.json", settings.to_dict())
+                with META:
+                    return cls(settings).to(dtype)
+            if issubclass(cls, ModelMixin):
+                settings = cls.load_config(config.path, subfolder=name)
+                _check_layers(f"{name}/config.json", settings)
+                with META:
+                    return cls.from_config(settings).to(dtype)
+            if issubclass(cls, SchedulerMixin):
+                return cls.from_config(cls.load_config(config.path, subfolder=name))
+        return None
+
+    pipeline = build_pipeline(config, make)
     if config.quantization is not None:
         for name in adapter.networks:
-            quantize_blocks(components[name], config.quantization, META)
-    with blaming(f"model.path={config.path}: {INDEX_FILES['diffusion']}"):
-        return adapter(getattr(diffusers, adapter.pipeline_class)(**components), META)
+            quantize_blocks(getattr(pipeline, name), config.quantization, META)
+    return adapter(pipeline, META)
 
 
-def load_tokenizers(config: ModelConfig) -> dict[str, Any]:
+def load_tokenizers(config: ModelConfig) -> dict[str, PreTrainedTokenizerBase]:
     """Loads the tokenizers of a pipeline by their names in its index, and nothing else of it."""
-    found = {}
-    for name, value in read_index(config).items():
-        if not name.startswith("tokenizer") or not isinstance(value, list) or None in value:
-            continue
-        cls = getattr(transformers, value[1], None)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedTokenizerBase):
+    tokenizers = {}
+    for name, (_, class_name) in components_in(read_index(config)).items():
+        cls = getattr(transformers, class_name, None)
+        is_tokenizer = isinstance(cls, type) and issubclass(cls, PreTrainedTokenizerBase)
+        if name.startswith("tokenizer") and is_tokenizer:
             where = f"model.path={config.path}: its {name}"
-            found[name] = load_tokenizer(cls, config.location(), where, subfolder=name)
-    return found
+            tokenizers[name] = load_tokenizer(cls, config.location(), where, subfolder=name)
+    return tokenizers
 
 
 def find_architecture(hub_id: str, folder: Path) -> Path | None:
@@ -82,37 +91,7 @@ def unpack_architecture(file: Path) -> Path:
     return folder
 
 
-def _component(
-    config: ModelConfig,
-    adapter: type[FlowModel],
-    name: str,
-    library: str | None,
-    class_name: str | None,
-) -> Any:
-    """A scheduler, or a model in its precision on a card; None for all others."""
-    if library is None or class_name is None:
-        return None
-    cls: Any = component_class(config, name, library, class_name)
-    dtype = DTYPES[config.dtype]
-    if name == "vae":
-        dtype = vae_dtype(config.dtype, META, stock_in_bf16=adapter.vae_in_bf16)
-    with blaming(f"model.path={config.path}: the settings of its {name}"):
-        if issubclass(cls, PreTrainedModel):
-            settings = cls.config_class.from_pretrained(config.path, subfolder=name)
-            _check_layers(f"{name}/config.json", settings.to_dict())
-            with META:
-                return cls(settings).to(dtype)
-        if issubclass(cls, ModelMixin):
-            settings = cls.load_config(config.path, subfolder=name)
-            _check_layers(f"{name}/config.json", settings)
-            with META:
-                return cls.from_config(settings).to(dtype)
-        if issubclass(cls, SchedulerMixin):
-            return cls.from_config(cls.load_config(config.path, subfolder=name))
-    return None
-
-
-def _check_layers(file: str, settings: Mapping[Any, Any]) -> None:
+def _check_layers(file: str, settings: Mapping[str, object]) -> None:
     """Raises ValueError if a model would have so many layers that their mere names fill memory."""
     for key, value in settings.items():
         if isinstance(value, Mapping):

@@ -22,34 +22,34 @@ from typing import Any, ClassVar, Protocol
 import diffusers
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers import (
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    ModelMixin,
+    SchedulerMixin,
+)
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.distributed.numerics import convolving_in_tf32
 from flowgrpo_rc.libraries import unasked
-from flowgrpo_rc.models.components import component_class
-from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
-from flowgrpo_rc.models.index import ABSENT, read_index
+from flowgrpo_rc.models.components import DTYPES as DTYPES
+from flowgrpo_rc.models.components import build_pipeline, component_dtype
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.index import components_in, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable, keep_layers_on_host
 from flowgrpo_rc.models.prompt_cache import PromptCache
 from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.models.schedule import Schedule as Schedule
-from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
-from flowgrpo_rc.models.vae import keep_channels_last, vae_dtype
+from flowgrpo_rc.models.vae import keep_channels_last
+from flowgrpo_rc.models.vae import to_uint8 as to_uint8
 from flowgrpo_rc.plugins import concrete_subclasses, load_class
 from flowgrpo_rc.reading import blaming, load_weights, loading
 
 CPU = torch.device("cpu")
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 class TrainableModel(Protocol):
@@ -59,7 +59,7 @@ class TrainableModel(Protocol):
     default_target_modules: ClassVar[tuple[str, ...]]
 
     @property
-    def network(self) -> Any:
+    def network(self) -> nn.Module:
         """Returns the network that gets the LoRA."""
 
 
@@ -70,39 +70,6 @@ class FlowModel(ABC):
     rollout has a copy of its own. `check` and `latent_shape` need no weights: a pipeline of
     models on the meta device is enough.
 
-    Attributes:
-      pipeline_class: the class in the checkpoint's model_index.json.
-      networks: the pipeline's components that are trained, `transformer` first. Of the adapters for
-        a class, the one with most of a checkpoint's components is taken.
-      default_target_modules: name endings of the linear layers that get a LoRA by default.
-      makes: kind of the samples that `decode` returns, "image" or "video".
-      cfg_key: the key of `rollout.pipeline` that holds the scale of classifier-free guidance,
-        guidance_scale or true_cfg_scale.
-      unguided_scale: the value of that key that stands for no guidance.
-      guides_in_one_batch: both prompts go through the transformer in one batch, the negative ones
-        first; False: one after the other.
-      embeds_guidance: the transformer also takes guidance_scale as an input.
-      min_sequence_length: the fewest tokens that max_sequence_length may be set to.
-      max_sequence_length: the most tokens of a prompt that the stock pipeline allows.
-      takes_images, needs_images: whether prompts may, or have to, bring images; see `EditingModel`.
-      text_width_key: the key of the transformer's settings that holds the width of embeddings of
-        text.
-      thinking: the text encoder gets a prompt in its chat template, with this enable_thinking;
-        None: it gets the text alone.
-      masks_text: whether tokens of text have a mask, so that prompts may have several lengths.
-      pads_to_longest: whether prompts are encoded at the length of the longest of their batch.
-      keeps_length: whether the transformer gets the tokens of a prompt without padding to
-        max_sequence_length.
-      takes_flow_solvers: whether the stock pipeline, besides Euler's scheduler, takes solvers that
-        walk the sigmas of a flow (use_flow_sigmas).
-      vae_in_bf16: whether diffusers documents the stock pipeline in bf16 without another precision
-        for its VAE, which then decodes in bf16 on a card.
-      optional_components: those of the pipeline that a checkpoint may lack, besides the ones that
-        the pipeline's class can do without.
-      unsupported_components: name in model_index.json -> why a checkpoint that has this component
-        cannot be trained.
-      prompt_cache: keeps prompts that were encoded; None for nothing that lasts.
-
     Args:
       pipeline: the stock pipeline with its models. They are frozen here.
       device: where the models compute.
@@ -111,31 +78,44 @@ class FlowModel(ABC):
       decode_batch_size: samples that are decoded at once; None for all that are given.
     """
 
-    pipeline_class: ClassVar[str]
+    pipeline_class: ClassVar[str]  # the class in the checkpoint's model_index.json
+    # The pipeline's components that are trained, `transformer` first. Of the adapters for a class,
+    # the one with most of a checkpoint's components is taken.
     networks: ClassVar[tuple[str, ...]] = ("transformer",)
+    # Name endings of the linear layers that get a LoRA by default.
     default_target_modules: ClassVar[tuple[str, ...]]
-    makes: ClassVar[str] = "image"
+    makes: ClassVar[str] = "image"  # what `decode` returns, "image" or "video"
+    # The key of `rollout.pipeline` with the scale of classifier-free guidance, guidance_scale or
+    # true_cfg_scale, and its value that stands for no guidance.
     cfg_key: ClassVar[str] = "guidance_scale"
     unguided_scale: ClassVar[float] = 1.0
+    # Both prompts go through the transformer in one batch, the negative ones first; False: apart.
     guides_in_one_batch: ClassVar[bool] = False
-    embeds_guidance: ClassVar[bool] = False
+    embeds_guidance: ClassVar[bool] = False  # the transformer also takes guidance_scale as an input
+    # The fewest tokens that max_sequence_length may be set to, and the most of the stock pipeline.
     min_sequence_length: ClassVar[int] = 0
     max_sequence_length: ClassVar[int] = 512
-    takes_images: ClassVar[bool] = False
-    needs_images: ClassVar[bool] = False
+    takes_images: ClassVar[bool] = False  # prompts may bring images, see `EditingModel`
+    needs_images: ClassVar[bool] = False  # they have to
+    # The transformer's setting that holds the width of embeddings of text.
     text_width_key: ClassVar[str] = "joint_attention_dim"
+    # The text encoder gets a prompt in its chat template, with this enable_thinking; None: alone.
     thinking: ClassVar[bool | None] = None
-    masks_text: ClassVar[bool] = False
-    pads_to_longest: ClassVar[bool] = False
-    keeps_length: ClassVar[bool] = False
+    masks_text: ClassVar[bool] = False  # tokens have a mask: prompts may have several lengths
+    pads_to_longest: ClassVar[bool] = False  # prompts are as long as the longest of their batch
+    keeps_length: ClassVar[bool] = False  # the transformer gets no padding to max_sequence_length
+    # Besides Euler's scheduler the stock pipeline takes solvers with use_flow_sigmas.
     takes_flow_solvers: ClassVar[bool] = False
+    # diffusers documents the pipeline in bf16, VAE included, which then decodes in bf16 on a card.
     vae_in_bf16: ClassVar[bool] = False
+    # What a checkpoint may lack, besides what the pipeline's class can do without.
     optional_components: ClassVar[tuple[str, ...]] = ()
+    # Name in model_index.json -> why a checkpoint that has this component cannot be trained.
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: DiffusionPipeline,
         device: torch.device,
         *,
         offload_idle: bool = False,
@@ -144,9 +124,11 @@ class FlowModel(ABC):
     ) -> None:
         self.pipeline = pipeline
         self.device = device
-        self.prompt_cache: PromptCache | None = None
+        self.prompt_cache: PromptCache | None = None  # keeps prompts; None: nothing that lasts
         modules = {
-            name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)
+            name: component
+            for name, component in pipeline.components.items()
+            if isinstance(component, nn.Module)
         }
         for module in modules.values():
             module.requires_grad_(False).eval()
@@ -162,17 +144,17 @@ class FlowModel(ABC):
         self._vae = Offloadable([modules["vae"]], device, offload=offload_idle)
 
     @property
-    def transformer(self) -> Any:
+    def transformer(self) -> ModelMixin:
         """Returns the transformer; the first one of several."""
         return self.pipeline.transformer
 
     @property
-    def network(self) -> Any:
+    def network(self) -> nn.Module:
         """Returns what gets the LoRA: the transformer, or `Networks` with all of them."""
         return self.transformer if self._network is None else self._network
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> SchedulerMixin:
         """Returns a copy of the scheduler, since several threads set its timesteps."""
         return copy.copy(self.pipeline.scheduler)
 
@@ -209,7 +191,7 @@ class FlowModel(ABC):
         with self.encoders_at_work():
             return encode(prompts, max_sequence_length=max_sequence_length)
 
-    def templated(self, tokenizer: Any, text: str) -> str:
+    def templated(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         """Returns a prompt as the tokenizer of a text encoder gets it."""
         if self.thinking is None:
             return text
@@ -224,7 +206,7 @@ class FlowModel(ABC):
                 raise ValueError(f"it drops the prompt {text[:60]!r}")
         return templated
 
-    def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> int | None:
+    def most_tokens(self, tokenizer: PreTrainedTokenizerBase, spec: SamplerSpec) -> int | None:
         """Returns how many tokens of a templated prompt are kept; None: it is not cut."""
         is_clip = type(tokenizer).__name__.startswith("CLIP")
         return int(tokenizer.model_max_length) if is_clip else spec.max_sequence_length
@@ -234,8 +216,8 @@ class FlowModel(ABC):
         """Decodes final latents to images [B, H, W, 3] or videos [B, F, H, W, 3], uint8."""
         size = self._decode_batch_size or len(latents)
         with self._vae.at_work(), convolving_in_tf32():
-            parts = [to_uint8(self._decode(part, spec)) for part in latents.split(size)]
-        return np.concatenate(parts)
+            decoded = [to_uint8(self._decode(rows, spec)) for rows in latents.split(size)]
+        return np.concatenate(decoded)
 
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
@@ -245,7 +227,7 @@ class FlowModel(ABC):
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         """Encodes prompts for `encode`, which has put the text encoders on the device."""
 
-    def _stock_encoding(self, prompts: Sequence[str], length: int, **options: Any) -> Any:
+    def _stock_encoding(self, prompts: Sequence[str], length: int, **options: object) -> Any:
         """Returns what the stock pipeline's `encode_prompt` gives for prompts of so many tokens."""
         return self.pipeline.encode_prompt(
             list(prompts), device=self.device, max_sequence_length=length, **options
@@ -258,13 +240,7 @@ class FlowModel(ABC):
     def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
         """Makes conditioning of the largest shape of prompts, to measure memory with."""
         config = self.transformer.config
-        width = config.get(self.text_width_key)
-        if width is None:
-            raise ValueError(
-                f"{type(self).__name__}: its transformer does not tell how wide embeddings of text "
-                "are, which plan measures memory with; name the setting in text_width_key, or "
-                "override blank_conditioning"
-            )
+        width = config[self.text_width_key]
         embeds = torch.empty(count, spec.max_sequence_length, width, dtype=self.transformer.dtype)
         pooled = None
         if config.get("pooled_projection_dim"):
@@ -281,8 +257,8 @@ class FlowModel(ABC):
         """Returns the steps of the schedule that a rollout walks; `tail_steps` may drop some."""
         schedule = self.schedule(spec)
         num_steps = len(schedule.timesteps)
-        kept = kept_steps(num_steps, spec.tail_start, spec.tail_steps)
-        return Schedule(schedule.sigmas[[*kept, num_steps]], schedule.timesteps[kept])
+        steps = kept_steps(num_steps, spec.tail_start, spec.tail_steps)
+        return Schedule(schedule.sigmas[[*steps, num_steps]], schedule.timesteps[steps])
 
     @abstractmethod
     def schedule(self, spec: SamplerSpec) -> Schedule:
@@ -291,40 +267,43 @@ class FlowModel(ABC):
     def check_scheduler(self, spec: SamplerSpec) -> None:
         """Raises ValueError unless the sigmas are those of a flow, falling from at most 1 to 0."""
         scheduler = self.pipeline.scheduler
-        named = f"model.path: its scheduler, {type(scheduler).__name__},"
-        own = scheduler.config
-        known = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-        known &= not own.get("stochastic_sampling")
-        solves = own.get("use_flow_sigmas") and own.get("prediction_type") == "flow_prediction"
-        known |= self.takes_flow_solvers and bool(solves)
-        if not known:
+        where = f"model.path: its scheduler, {type(scheduler).__name__},"
+        settings = scheduler.config
+        is_euler = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+        is_solver = (
+            settings.get("use_flow_sigmas") and settings.get("prediction_type") == "flow_prediction"
+        )
+        if not (
+            (is_euler and not settings.get("stochastic_sampling"))
+            or (self.takes_flow_solvers and is_solver)
+        ):
             others = ", or a solver with use_flow_sigmas and prediction_type=flow_prediction"
             raise ValueError(
-                f"{named} does not walk the sigmas of a flow as a {self.pipeline_class} needs: "
+                f"{where} does not walk the sigmas of a flow as a {self.pipeline_class} needs: "
                 "it takes FlowMatchEulerDiscreteScheduler without stochastic_sampling"
                 f"{others if self.takes_flow_solvers else ''}"
             )
         # A model without weights is on the meta device, where sigmas have no values.
-        here = copy.copy(self)
-        here.device = torch.device("cpu")
-        with blaming(named):
-            sigmas = here.schedule(spec).sigmas
+        on_cpu = copy.copy(self)
+        on_cpu.device = CPU
+        with blaming(where):
+            sigmas = on_cpu.schedule(spec).sigmas
         if not (sigmas[0] <= 1 + 1e-6 and sigmas[-1] == 0 and (sigmas.diff() < 0).all()):
             raise ValueError(
-                f"{named} walks the sigmas {', '.join(f'{value:.4g}' for value in sigmas[:4])} to "
+                f"{where} walks the sigmas {', '.join(f'{value:.4g}' for value in sigmas[:4])} to "
                 f"{sigmas[-1]:.4g}, and those of a flow fall from at most 1 to 0: correct "
                 "invert_sigmas, final_sigmas_type or shift in its scheduler_config.json"
             )
 
     def check_decoding(self, spec: SamplerSpec) -> None:
         """Raises ValueError if a VAE on the meta device cannot decode what the model makes."""
-        one = replace(spec, num_frames=spec.num_frames and 1)
+        still = replace(spec, num_frames=spec.num_frames and 1)
         with torch.no_grad(), blaming("model.path: the settings of its vae"):
-            self._decode(torch.empty(1, *self.latent_shape(one), device="meta"), one)
+            self._decode(torch.empty(1, *self.latent_shape(still), device="meta"), still)
 
     def velocity(
         self,
-        transformer: Any,
+        transformer: nn.Module,
         latents: Tensor,
         timesteps: Tensor,
         conditioning: Conditioning,
@@ -350,7 +329,8 @@ class FlowModel(ABC):
         if self.guides_in_one_batch:
             # In the order of the stock pipelines: a row's last bits may depend on its place.
             both = Conditioning.join([negative, conditioning])
-            x, at = torch.cat([latents] * 2), torch.cat([timesteps] * 2)
+            x = torch.cat([latents] * 2)
+            at = torch.cat([timesteps] * 2)
             unguided, guided = self._predict(transformer, x, at, both, spec).chunk(2)
         else:
             guided = self._predict(transformer, latents, timesteps, conditioning, spec)
@@ -358,7 +338,7 @@ class FlowModel(ABC):
         return self._combine(guided, unguided, spec)
 
     def _predict(
-        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
+        self, transformer: ModelMixin, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
         """Predicts the velocity of states `x` at timesteps `at` under one prompt each."""
         raise NotImplementedError(f"{type(self).__name__} defines neither velocity nor _predict")
@@ -375,49 +355,70 @@ class FlowModel(ABC):
 def adapter_of(config: ModelConfig) -> type[FlowModel]:
     """Finds a checkpoint's adapter by its model_index.json. ValueError if there is none."""
     index = read_index(config)
-    if config.adapter is None:
-        adapters = adapters_by_pipeline()
-        known = "adapters exist"
-    else:
-        try:
-            own: type[FlowModel] = load_class("flowgrpo_rc.models", config.adapter, FlowModel)
-        except ValueError as error:
-            raise ValueError(f"model.adapter: {error}") from error
-        adapters = {own.serves(): own}
-        known = f"model.adapter={config.adapter} is"
+    adapters = adapters_by_pipeline() if config.adapter is None else _chosen_adapter(config.adapter)
     pipeline = str(index.get("_class_name"))
+    components = components_in(index).keys()
     fitting = [
         adapter
         for adapter in adapters.values()
-        if adapter.pipeline_class == pipeline
-        and all(index.get(name, ABSENT) != ABSENT for name in adapter.networks[1:])
+        if adapter.pipeline_class == pipeline and components >= {*adapter.networks[1:]}
     ]
     adapter = max(fitting, key=lambda adapter: len(adapter.networks), default=None)
     if adapter is None:
-        raise ValueError(
-            f"model.path={config.path} is a {pipeline}; {known} for {', '.join(sorted(adapters))}"
-        )
-    for name, reason in adapter.unsupported_components.items():
-        if index.get(name, ABSENT) != ABSENT:
-            raise ValueError(f"model.path={config.path} has a {name}: {reason}")
-    parameters = signature(getattr(diffusers, pipeline)).parameters.values()
-    needed = {one.name for one in parameters if one.default is one.empty} | {*adapter.networks}
-    for name in sorted(needed - {*adapter.optional_components}):
-        if index.get(name, ABSENT) in (None, ABSENT):
-            raise ValueError(f"model.path={config.path} has no {name}, which a {pipeline} needs")
+        known = "adapters exist" if config.adapter is None else f"model.adapter={config.adapter} is"
+        faults = [f"is a {pipeline}; {known} for {', '.join(sorted(adapters))}"]
+    else:
+        parameters = signature(getattr(diffusers, pipeline)).parameters.values()
+        needed = {one.name for one in parameters if one.default is one.empty} | {*adapter.networks}
+        missing = sorted(needed - {*adapter.optional_components} - components)
+        reasons = adapter.unsupported_components.items()
+        faults = [f"has a {name}: {reason}" for name, reason in reasons if name in components]
+        faults += [f"has no {name}, which a {pipeline} needs" for name in missing]
+    if adapter is None or faults:
+        raise ValueError(f"model.path={config.path} {faults[0]}")
     return adapter
+
+
+def _chosen_adapter(path: str) -> dict[str, type[FlowModel]]:
+    """Loads the adapter that `model.adapter` names, by what it serves."""
+    try:
+        adapter: type[FlowModel] = load_class("flowgrpo_rc.models", path, FlowModel)
+    except ValueError as error:
+        raise ValueError(f"model.adapter: {error}") from error
+    return {adapter.serves(): adapter}
+
+
+def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
+    """Imports every module of this folder and collects the adapters, by what they serve."""
+    adapters: list[type[FlowModel]] = []
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        imported = import_module(f"{__package__}.{module.name}")
+        adapters += concrete_subclasses(imported, FlowModel)
+    return {adapter.serves(): adapter for adapter in adapters}
 
 
 def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
     """Loads a pipeline through diffusers and wraps it in its adapter, without LoRA."""
     adapter = adapter_of(config)
-    with loading(f"model.path={config.path}"), unasked():
+    where = f"model.path={config.path}"
+    with loading(where), unasked():
         folder = config.location()
         if not Path(folder).is_dir():
             folder = DiffusionPipeline.download(
                 folder, use_safetensors=True, trust_remote_code=False
             )
-        pipeline = _load_pipeline(config, adapter, Path(folder), device)
+
+        def load(name: str, cls: Any) -> Any:
+            place = str(Path(folder, name))
+            if issubclass(cls, ModelMixin | PreTrainedModel):
+                dtype = component_dtype(config, name, device, stock_in_bf16=adapter.vae_in_bf16)
+                return load_weights(cls, place, where, dtype=dtype)
+            with loading(f"{where}: its {name}"):
+                return cls.from_pretrained(place)
+
+        pipeline = build_pipeline(config, load)
+        # Where it came from, which an engine of its own loads again.
+        pipeline.register_to_config(_name_or_path=config.location())
     pipeline.set_progress_bar_config(disable=True)
     streams = config.offload_idle == "layers"
     for name in adapter.networks:
@@ -433,40 +434,3 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
         offload_encoders=config.prompt_cache is not None and device.type != "cpu",
         decode_batch_size=config.decode_batch_size,
     )
-
-
-def _load_pipeline(
-    config: ModelConfig, adapter: type[FlowModel], folder: Path, device: torch.device
-) -> Any:
-    """Builds a pipeline of its components as diffusers does, but checks their weights."""
-    pipeline_class = getattr(diffusers, adapter.pipeline_class)
-    given = f"model.path={config.path}"
-    in_vae = vae_dtype(config.dtype, device, stock_in_bf16=adapter.vae_in_bf16)
-    parts: dict[str, Any] = {}
-    for name, value in read_index(config).items():
-        if name.startswith("_") or name not in signature(pipeline_class).parameters:
-            continue
-        parts[name] = None if value == ABSENT else value
-        if value == ABSENT or not isinstance(value, list):
-            continue
-        cls, place = component_class(config, name, *value), str(folder / name)
-        if issubclass(cls, ModelMixin | PreTrainedModel):
-            dtype = in_vae if name == "vae" else DTYPES[config.dtype]
-            parts[name] = load_weights(cls, place, given, dtype=dtype)
-        else:
-            with loading(f"{given}: its {name}"):
-                parts[name] = cls.from_pretrained(place)
-    with blaming(f"{given}: {INDEX_FILES['diffusion']}"):
-        pipeline = pipeline_class(**parts)
-    # Where it came from, which an engine of its own loads again.
-    pipeline.register_to_config(_name_or_path=config.location())
-    return pipeline
-
-
-def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
-    """Imports every module of this folder and collects the adapters, by what they serve."""
-    adapters: list[Any] = []
-    for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        module = import_module(f"{__package__}.{found.name}")
-        adapters += concrete_subclasses(module, FlowModel)
-    return {adapter.serves(): adapter for adapter in adapters}

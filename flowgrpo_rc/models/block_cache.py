@@ -59,7 +59,8 @@ class BlockCache:
     def start(self, steps: Sequence[int]) -> None:
         """Begins to count a walk, whose evaluations `steps` are cached ones."""
         self.end()  # an earlier walk may have ended with an error
-        self._steps, self._index = frozenset(steps), -1
+        self._steps = frozenset(steps)
+        self._index = -1
         self.evaluations = self.skipped = 0
 
     def end(self) -> None:
@@ -76,7 +77,7 @@ class BlockCache:
             stretch.calls = 0
 
 
-def middle_blocks(transformer: Any) -> list[tuple[nn.ModuleList, range]]:
+def middle_blocks(transformer: nn.Module) -> list[tuple[nn.ModuleList, range]]:
     """Returns the lists of a transformer's blocks, each with the places of those to skip.
 
     ValueError if nothing is left between the first and the last, or if there is no such list.
@@ -90,30 +91,31 @@ def middle_blocks(transformer: Any) -> list[tuple[nn.ModuleList, range]]:
             f"rollout.cache.every has nothing to reuse between the first block and the last: a "
             f"{name} {number}; set it to 1"
         )
-    found, before = [], 0
+    middle = []
+    before = 0
     for blocks in lists:
         first = max(1 - before, 0)
         last = min(total - 1 - before, len(blocks))
         before += len(blocks)
         if first < last:
-            found.append((blocks, range(first, last)))
-    return found
+            middle.append((blocks, range(first, last)))
+    return middle
 
 
-def num_blocks(transformer: Any) -> int:
+def num_blocks(transformer: nn.Module) -> int:
     """Returns how many blocks a transformer has."""
     return sum(map(len, _lists(transformer)))
 
 
-def _lists(transformer: Any) -> list[nn.ModuleList]:
+def _lists(transformer: nn.Module) -> list[nn.ModuleList]:
     return [getattr(transformer, name) for name in LISTS if hasattr(transformer, name)]
 
 
 def saved_share(network: nn.Module, cached: int, steps: int) -> float:
     """Returns the share of a sample's block evaluations that `cached` of `steps` steps save."""
-    parts = transformers(network).values()
-    middle = sum(len(skipped) for part in parts for _, skipped in middle_blocks(part))
-    return middle / sum(map(num_blocks, parts)) * cached / steps
+    networks = transformers(network).values()
+    middle = sum(len(places) for network in networks for _, places in middle_blocks(network))
+    return middle / sum(map(num_blocks, networks)) * cached / steps
 
 
 class _Stretch:
@@ -151,9 +153,9 @@ class _Stretch:
             self.cache.skipped += rows * self.num_middle
             self.now = [state + part for state, part in zip(states, added, strict=False)]
 
-    def behind(self, place: int, given: list[Tensor], states: list[Tensor]) -> None:
-        """Takes what a block made of the states that it was given; keeps what all have added."""
-        if any(one is not other for one, other in zip(given, self._after, strict=False)):
+    def behind(self, place: int, before: list[Tensor], states: list[Tensor]) -> None:
+        """Takes what a block made of the states before it; keeps what all have added."""
+        if any(old is not new for old, new in zip(before, self._after, strict=False)):
             raise ValueError(
                 "rollout.cache: this model changes the states between two of its blocks, so that "
                 "they cannot be skipped together: set rollout.cache.every=1"
@@ -162,7 +164,7 @@ class _Stretch:
         if place == self.num_middle - 1:
             pairs = zip(states, self._before, strict=False)
             self.stored[self.calls] = [after - before for after, before in pairs], self.cache.place
-            self._before, self._after = [], []
+            self._before = self._after = []
 
     def _added(self, states: list[Tensor]) -> list[Tensor] | None:
         """Returns the residuals of this call's rows; None if the last evaluation had others."""
@@ -190,12 +192,12 @@ class _CachedBlock(nn.Module):
         self._place = place
         self._names = tuple(inspect.signature(block.forward).parameters)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """Evaluates the block, or hands on the states behind all blocks that are skipped."""
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        states = [given[self._names[0]]]
-        if given.get(ENCODED) is not None:
-            states.append(given[ENCODED])
+        inputs = dict(zip(self._names, args, strict=False)) | kwargs
+        states = [inputs[self._names[0]]]
+        if inputs.get(ENCODED) is not None:
+            states.append(inputs[ENCODED])
         if self._place == 0:
             self._stretch.enter(states)
         now = self._stretch.now

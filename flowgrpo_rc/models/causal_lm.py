@@ -6,16 +6,27 @@ plain text becomes those of its tokenizer, begin token included, without an end 
 Legend: P prompts, L tokens of the longest prompt, T tokens of the longest response.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    XLNetConfig,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flowgrpo_rc import reading
 from flowgrpo_rc.batch import Said
@@ -54,24 +65,25 @@ class CausalLM:
 
     def __init__(
         self,
-        network: Any,
-        tokenizer: Any,
+        network: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
-        template: Mapping[str, Any] | None = None,
+        template: Mapping[str, object] | None = None,
     ) -> None:
-        from transformers import GenerationConfig
-
         self.network = network.to(device).requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.device = device
         self.template = template or {}
         self._vocabulary = len(network.get_input_embeddings().weight)
-        ends = network.generation_config.eos_token_id, tokenizer.eos_token_id
-        self.eos_ids = _eos_ids(self._vocabulary, *ends)
-        if not self.eos_ids:
+        ends = network.generation_config.eos_token_id
+        eos_ids = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+        eos_ids = [end for end in eos_ids if end is not None]
+        known = (end for end in eos_ids if type(end) is int and 0 <= end < self._vocabulary)
+        self.eos_ids = tuple(dict.fromkeys(known))
+        if not self.eos_ids or not all(type(end) is int for end in eos_ids):
             raise ValueError(
-                "model.path: neither the tokenizer nor generation_config.json names an "
-                "end-of-sequence token of the model, so no response could ever end"
+                f"model.path: eos_token_id is {eos_ids}, and generation_config.json or the "
+                "tokenizer has to name an end-of-sequence token of the model, by whole numbers"
             )
         pad_id = tokenizer.pad_token_id
         is_known = pad_id is not None and int(pad_id) < self._vocabulary
@@ -100,8 +112,8 @@ class CausalLM:
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         """Turns tokens, int64 [B, T], where a mask is True, into texts without special tokens."""
         rows = [
-            [token for token in row[kept].tolist() if token not in self.eos_ids]
-            for row, kept in zip(ids.cpu(), mask.cpu(), strict=True)
+            [token for token in row[exists].tolist() if token not in self.eos_ids]
+            for row, exists in zip(ids.cpu(), mask.cpu(), strict=True)
         ]
         texts: list[str] = self.tokenizer.batch_decode(
             rows, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -110,7 +122,11 @@ class CausalLM:
 
 
 def token_ids(
-    tokenizer: Any, prompt: Said, template: Mapping[str, Any], *, max_length: int
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Said,
+    template: Mapping[str, object],
+    *,
+    max_length: int,
 ) -> list[int]:
     """Returns the token ids of a prompt. ValueError if it has none, or too many."""
     if isinstance(prompt, str):
@@ -127,25 +143,29 @@ def token_ids(
     return ids
 
 
-def _text_ids(tokenizer: Any, text: str) -> list[int]:
+def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Returns the ids of a text with what the tokenizer puts before it, unless it is there."""
     ids = list(tokenizer(text).input_ids)
-    own = list(tokenizer(text, add_special_tokens=False).input_ids)
-    starts = range(len(ids) - len(own) + 1)
-    start = next((n for n in starts if ids[n : n + len(own)] == own), None)
-    if start is None:  # its own tokens depend on what stands around them
+    plain = list(tokenizer(text, add_special_tokens=False).input_ids)
+    starts = range(len(ids) - len(plain) + 1)
+    start = next((n for n in starts if ids[n : n + len(plain)] == plain), None)
+    if start is None:  # the text's tokens depend on what stands around them
         return ids
     before = ids[:start]
-    return own if own[:start] == before else before + own
+    return plain if plain[:start] == before else before + plain
 
 
-def _chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, object]], template: Any) -> list[int]:
+def _chat_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Sequence[Mapping[str, object]],
+    template: Mapping[str, object],
+) -> list[int]:
     """Returns the ids that the chat template makes, up to where the model's answer begins."""
     begun = chat[-1]["role"] == "assistant"
-    asked = {"add_generation_prompt": not begun, "continue_final_message": begun, **template}
+    options = {"add_generation_prompt": not begun, "continue_final_message": begun, **template}
     try:
         return list(
-            tokenizer.apply_chat_template(list(chat), tokenize=True, return_dict=False, **asked)
+            tokenizer.apply_chat_template(list(chat), tokenize=True, return_dict=False, **options)
         )
     except Exception as error:  # a template is foreign code
         has_one = tokenizer.chat_template or template.get("chat_template")
@@ -157,7 +177,7 @@ def _chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, object]], template: An
         ) from error
 
 
-def shown_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
+def shown_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Returns the tokens of a prompt for a reader; of a long one, where it begins and ends."""
     tokens = [repr(tokenizer.decode([token])) for token in ids]
     if len(tokens) > 2 * _SHOWN:
@@ -166,13 +186,11 @@ def shown_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
     return f"{len(ids)} tokens: {' '.join(tokens)}"
 
 
-def load_tokenizer(config: ModelConfig) -> Any:
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a checkpoint, and nothing else of it."""
-    from transformers import AutoTokenizer
-
     model_file(config.path, INDEX_FILES["causal_lm"])
-    where, place = f"model.path={config.path}", config.location()
-    return reading.load_tokenizer(AutoTokenizer, place, where, trust_remote_code=False)
+    where = f"model.path={config.path}"
+    return reading.load_tokenizer(AutoTokenizer, config.location(), where, trust_remote_code=False)
 
 
 def check_context(config: ModelConfig, prompt: int, response: int, most: int | None) -> None:
@@ -180,9 +198,11 @@ def check_context(config: ModelConfig, prompt: int, response: int, most: int | N
 
     config.json says how many the model has; `most` is the limit of the engine, None for none.
     """
-    limit, why = _context(config), "config.json of model.path"
+    limit = _context(config)
+    why = "config.json of model.path"
     if most is not None and (limit is None or most < limit):
-        limit, why = most, f"rollout.engine_kwargs.max_model_len={most}"
+        limit = most
+        why = f"rollout.engine_kwargs.max_model_len={most}"
     if limit is not None and prompt + response > limit:
         raise ValueError(
             f"rollout.prompt_length={prompt} and rollout.response_length={response} are "
@@ -193,8 +213,8 @@ def check_context(config: ModelConfig, prompt: int, response: int, most: int | N
 def _context(config: ModelConfig) -> int | None:
     """Returns the positions that config.json gives a model; None where it gives no number."""
     settings = _settings(config).get_text_config(decoder=True)
-    found = (getattr(settings, name, None) for name in _POSITIONS)
-    limit = next((number for number in found if isinstance(number, int) and number > 0), None)
+    numbers = (getattr(settings, name, None) for name in _POSITIONS)
+    limit = next((number for number in numbers if isinstance(number, int) and number > 0), None)
     rope = getattr(settings, "rope_parameters", None) or {}
     if limit is None or rope.get("rope_type") not in _STRETCHED:
         return limit
@@ -204,8 +224,6 @@ def _context(config: ModelConfig) -> int | None:
 
 def check_quantization(config: ModelConfig) -> None:
     """Raises ValueError if `model.quantization` does not suit the model, by config.json."""
-    from transformers import AutoModelForCausalLM
-
     if config.quantization is not None:
         settings = _settings(config)
         with torch.device("meta"), loading(f"model.path={config.path}"):
@@ -213,9 +231,7 @@ def check_quantization(config: ModelConfig) -> None:
         quantize_blocks(network, config.quantization, torch.device("meta"))
 
 
-def _settings(config: ModelConfig) -> Any:
-    from transformers import AutoConfig
-
+def _settings(config: ModelConfig) -> PreTrainedConfig:
     model_file(config.path, INDEX_FILES["causal_lm"])
     with loading(f"model.path={config.path}"):
         return AutoConfig.from_pretrained(config.location(), trust_remote_code=False)
@@ -223,9 +239,8 @@ def _settings(config: ModelConfig) -> Any:
 
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     """Loads network and tokenizer from safetensors, without LoRA and code of the checkpoint."""
-    from transformers import AutoModelForCausalLM
-
-    where, settings = f"model.path={config.path}", Path(config.location(), "generation_config.json")
+    where = f"model.path={config.path}"
+    settings = Path(config.location(), "generation_config.json")
     with blaming(where):
         if settings.is_file():  # transformers would go on without end tokens if it is damaged
             read_mapping(settings)
@@ -244,10 +259,8 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     return model
 
 
-def _looks_ahead(network: Any) -> bool:
+def _looks_ahead(network: PreTrainedModel) -> bool:
     """Returns whether a network's settings let a token see those after it, as BERT's do."""
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING, XLNetConfig
-
     settings = network.config.get_text_config(decoder=True)
     if getattr(settings, "use_bidirectional_attention", None) in (True, "all"):
         return True
@@ -256,10 +269,8 @@ def _looks_ahead(network: Any) -> bool:
 
 
 @contextmanager
-def gradient_checkpointing(network: Any) -> Iterator[None]:
+def gradient_checkpointing(network: nn.Module) -> Iterator[None]:
     """Makes forwards keep only inputs of decoder layers; the backward computes the rest again."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     layers = [
         module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
@@ -272,12 +283,3 @@ def gradient_checkpointing(network: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer.forward
-
-
-def _eos_ids(vocabulary: int, *given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the given ids that a network of so many tokens can give, each once, in order."""
-    lists = [ids if isinstance(ids, list) else [ids] for ids in given if ids is not None]
-    ids = list(itertools.chain(*lists))
-    if not all(type(end) is int for end in ids):
-        raise ValueError(f"model.path: eos_token_id is {given}, and has to be whole numbers")
-    return tuple(dict.fromkeys(end for end in ids if 0 <= end < vocabulary))

@@ -1,5 +1,6 @@
 """The settings of the model and their checks. They import no library of models."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,61 +79,49 @@ class ModelConfig:
     def validate(self) -> None:
         """Raises ValueError for settings that cannot work or have no effect; loads nothing."""
         check_choice("model.kind", self.kind, INDEX_FILES)
-        if self.offload_idle not in (True, False, "layers"):
-            raise ValueError(f"model.offload_idle={self.offload_idle}: give true, false or layers")
         check_choice("model.dtype", self.dtype, ("fp32", "bf16", "fp64"))
-        if self.quantization is not None:
-            check_choice("model.quantization", self.quantization, GROUPS)
+        check_choice("model.quantization", self.quantization, (*GROUPS, None))
+        check_choice("model.lora_init", self.lora_init, ("gaussian", "default"))
+        for fault in self._faults():
+            raise ValueError(f"model.{fault}")
+        for key in ("lora_rank", "lora_alpha", "decode_batch_size"):
+            check_least(f"model.{key}", getattr(self, key), 1)
+
+    def _faults(self) -> Iterator[str]:
+        """Yields what is wrong, from the key on."""
+        if self.offload_idle not in (True, False, "layers"):
+            yield f"offload_idle={self.offload_idle}: give true, false or layers"
+        if self.lora_rank == 0:
+            yield "lora_rank=0: a LoRA is trained and never the weights themselves"
         if self.quantization is not None and self.dtype == "fp64":
-            raise ValueError(
-                f"model.quantization={self.quantization} with model.dtype=fp64, which is for exact "
+            yield (
+                f"quantization={self.quantization} with model.dtype=fp64, which is for exact "
                 "comparisons: set model.dtype=fp32 or bf16, or drop one of them"
             )
-        check_choice("model.lora_init", self.lora_init, ("gaussian", "default"))
-        if self.lora_rank == 0:
-            raise ValueError(
-                "model.lora_rank=0: a LoRA is trained and never the weights themselves; give at "
-                "least 1"
-            )
-        for key in ("lora_rank", "lora_alpha"):
-            check_least(f"model.{key}", getattr(self, key), 1)
-        check_least("model.decode_batch_size", self.decode_batch_size, 1)
         for key in ("offload_idle", "prompt_cache", "decode_batch_size", "adapter"):
             value = getattr(self, key)
             if value not in (None, False) and self.kind != "diffusion":
-                given = "true" if value is True else value
-                raise ValueError(f"model.{key}={given} has no effect with model.kind={self.kind}")
-        kept = "memory" if self.prompt_cache is None else self.prompt_cache
-        if kept != "memory" and ("/" not in kept or Path(kept).expanduser().is_file()):
-            raise ValueError(
-                f"model.prompt_cache={kept}: give memory, or a folder with a /, such as ./prompts"
-            )
+                shown = "true" if value is True else value
+                yield f"{key}={shown} has no effect with model.kind={self.kind}"
+        cache = self.prompt_cache or "memory"
+        if cache != "memory" and ("/" not in cache or Path(cache).expanduser().is_file()):
+            yield f"prompt_cache={cache}: give memory, or a folder with a /, such as ./prompts"
         for name in set(self.chat_template_kwargs) & set(_TOKENIZING):
-            raise ValueError(
-                f"model.chat_template_kwargs.{name}: it is set here; give options of the template"
-            )
+            yield f"chat_template_kwargs.{name}: it is set here; give options of the template"
         if not self.path:
-            raise ValueError("model.path is empty: give a local folder or a hub id")
-        self._check_path(Path(self.path).expanduser())
-        if self.lora_path is not None and not Path(self.lora_path).expanduser().exists():
-            raise ValueError(f"model.lora_path={self.lora_path}: there is no such file or folder")
-
-    def _check_path(self, folder: Path) -> None:
-        """Raises ValueError if it is neither the folder of a model nor a hub id by its form."""
+            yield "path is empty: give a local folder or a hub id"
+        folder = Path(self.path).expanduser()
         if folder.suffix in WEIGHT_FILES and not folder.is_dir():
-            raise ValueError(
-                f"model.path={self.path} is a file of weights, and a folder with all parts of the "
+            yield (
+                f"path={self.path} is a file of weights, and a folder with all parts of the "
                 "pipeline is needed. To make one: from diffusers import StableDiffusion3Pipeline "
                 "(or another class); StableDiffusion3Pipeline.from_single_file("
                 f"{self.path!r}).save_pretrained('my_model'); then model.path=my_model"
             )
-        if folder.exists():
-            if not (folder / INDEX_FILES[self.kind]).is_file():
-                raise ValueError(
-                    f"model.path={self.path}: no {INDEX_FILES[self.kind]} there, so it is no model "
-                    f"of model.kind={self.kind}"
-                )
-        elif self.hub_id() is None:
-            raise ValueError(
-                f"model.path={self.path}: it is no folder, and has not the form of a hub id"
-            )
+        index = INDEX_FILES[self.kind]
+        if folder.exists() and not (folder / index).is_file():
+            yield f"path={self.path}: no {index} there, so it is no model of model.kind={self.kind}"
+        if not folder.exists() and self.hub_id() is None:
+            yield f"path={self.path}: it is no folder, and has not the form of a hub id"
+        if self.lora_path is not None and not Path(self.lora_path).expanduser().exists():
+            yield f"lora_path={self.lora_path}: there is no such file or folder"

@@ -7,14 +7,15 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, ImageSizes, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.layout import in_groups
 from flowgrpo_rc.models.prompt_cache import TextAndImages
 from flowgrpo_rc.pictures import read_picture
 
@@ -44,7 +45,7 @@ class EditingModel(FlowModel):
 
     def velocity(
         self,
-        transformer: Any,
+        transformer: nn.Module,
         latents: Tensor,
         timesteps: Tensor,
         conditioning: Conditioning,
@@ -55,21 +56,19 @@ class EditingModel(FlowModel):
         rows_of: dict[ImageSizes, list[int]] = {}
         for row, sizes in enumerate(conditioning.image_sizes):
             rows_of.setdefault(sizes, []).append(row)
+        predict = super().velocity
         if len(rows_of) < 2:
-            own = _without_padding(conditioning)
             other = None if negative is None else _without_padding(negative)
-            return super().velocity(transformer, latents, timesteps, own, other, spec)
-        parts = []
-        for listed in rows_of.values():
-            rows = torch.tensor(listed, device=latents.device)
-            own = _without_padding(conditioning[rows])
+            text = _without_padding(conditioning)
+            return predict(transformer, latents, timesteps, text, other, spec)
+
+        def of_group(_: int, rows: Tensor) -> Tensor:
             other = None if negative is None else _without_padding(negative[rows])
-            parts.append(
-                super().velocity(transformer, latents[rows], timesteps[rows], own, other, spec)
-            )
-        # The parts stand group by group; argsort of their rows puts each back at its place.
-        order = torch.tensor([row for listed in rows_of.values() for row in listed])
-        return torch.cat(parts)[order.argsort().to(latents.device)]
+            text = _without_padding(conditioning[rows])
+            return predict(transformer, latents[rows], timesteps[rows], text, other, spec)
+
+        groups = [torch.tensor(rows, device=latents.device) for rows in rows_of.values()]
+        return in_groups(groups, of_group)
 
     def with_blank_images(self, blank: Conditioning, spec: SamplerSpec) -> Conditioning:
         """Adds tokens of square images to blank conditioning: as many as prompts can have."""

@@ -4,13 +4,19 @@ Legend: B samples, H and W height and width of a picture in pixels.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
-from flowgrpo_rc.models.layout import JOINT_ATTENTION, PackedModel, decode_picture, run_transformer
+from flowgrpo_rc.models.layout import (
+    JOINT_ATTENTION,
+    PackedModel,
+    check_unguided,
+    decode_picture,
+    run_transformer,
+)
 
 
 class Flux(PackedModel):
@@ -35,19 +41,16 @@ class Flux(PackedModel):
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill whole patches, and guidance that has no effect."""
         super().check(spec, key)
-        if not self.transformer.config.guidance_embeds and spec.guidance_scale != 1:
-            raise ValueError(
-                f"{key}.guidance_scale={spec.guidance_scale} has no effect: this checkpoint's "
-                f"transformer takes no guidance; set it to 1 ({key}.true_cfg_scale guides on a "
-                "negative prompt)"
-            )
+        if not self.transformer.config.guidance_embeds:
+            instead = f"set it to 1 ({key}.true_cfg_scale guides on a negative prompt)"
+            check_unguided(spec, key, f"has a transformer that takes no guidance; {instead}")
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, pooled, _ = self._stock_encoding(prompts, max_sequence_length)
         return Conditioning(embeds=embeds, pooled=pooled)
 
     def _predict(
-        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
+        self, transformer: ModelMixin, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
         axes = (torch.arange(size, device=x.device) for size in (1, *self._patches(spec)))
         positions = torch.cartesian_prod(*axes).to(x.dtype)

@@ -5,9 +5,9 @@ Legend: B samples, H and W height and width of a picture in pixels.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from PIL import Image
 from torch import Tensor
@@ -18,6 +18,7 @@ from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.models.layout import (
     JOINT_ATTENTION,
     check_size,
+    check_unguided,
     decode_picture,
     run_transformer,
     shifted_schedule,
@@ -50,11 +51,8 @@ class Flux2Klein(EditingModel):
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill whole patches, and guidance of a distilled checkpoint."""
         check_size(spec, key, multiple=self._side)
-        if self.pipeline.config.is_distilled and spec.guidance_scale != 1:
-            raise ValueError(
-                f"{key}.guidance_scale={spec.guidance_scale} has no effect: this checkpoint is "
-                "distilled to do without guidance; set it to 1"
-            )
+        if self.pipeline.config.is_distilled:
+            check_unguided(spec, key, "is distilled to do without guidance; set it to 1")
 
     def image_size(self, width: int, height: int, spec: SamplerSpec) -> tuple[int, int]:
         """Returns the tokens that are left of an image once it is reduced and cropped."""
@@ -103,7 +101,7 @@ class Flux2Klein(EditingModel):
         return shifted_schedule(self.scheduler, steps, mu, self.device)
 
     def _predict(
-        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
+        self, transformer: ModelMixin, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
         sizes = (self._patches(spec), *(text.image_sizes[0] if text.image_sizes else ()))
         positions = [

@@ -5,14 +5,16 @@ Legend: B samples, C latent channels, H and W latent height and width, F latent 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.plugins import refuse
 
 # Linear layers that get a LoRA by default: where text and picture attend to each other, and where
 # the picture attends to itself and then to the text.
@@ -33,17 +35,19 @@ SELF_AND_CROSS_ATTENTION = tuple(
 )
 
 
-def input_dtype(transformer: Any) -> torch.dtype:
+def input_dtype(transformer: ModelMixin) -> torch.dtype:
     """Returns `transformer.dtype`, without walking through all modules at every call."""
-    kept = transformer._keep_in_fp32_modules or ()
+    in_fp32 = transformer._keep_in_fp32_modules or ()
     return next(
         parameter.dtype
         for name, parameter in transformer.named_parameters()
-        if parameter.is_floating_point() and not any(part in name for part in kept)
+        if parameter.is_floating_point() and not any(layer in name for layer in in_fp32)
     )
 
 
-def run_transformer(transformer: Any, x: Tensor, text: Conditioning, **inputs: Any) -> Tensor:
+def run_transformer(
+    transformer: ModelMixin, x: Tensor, text: Conditioning, **inputs: object
+) -> Tensor:
     """Runs a transformer on states and embeddings, cast to its precision; returns fp32.
 
     Timesteps and guidance among the other `inputs` stay in fp32, since 16 bits would round them.
@@ -64,15 +68,33 @@ def check_size(spec: SamplerSpec, key: str, *, multiple: int, largest: int | Non
     """Raises ValueError unless height and width of section `key`, in pixels, fill patches and fit
     the model.
     """
+    limit = "" if largest is None else f" up to {largest}"
     for name, size in (("height", spec.height), ("width", spec.width)):
-        if size % multiple or size <= 0 or (largest is not None and size > largest):
-            limit = "" if largest is None else f" up to {largest}"
-            raise ValueError(
-                f"{key}.{name}={size}: this model makes multiples of {multiple}{limit} pixels"
-            )
+        fits = size % multiple == 0 and 0 < size <= (largest or size)
+        fault = f"{key}.{name}={size}: this model makes multiples of {multiple}{limit} pixels"
+        refuse((not fits, fault))
 
 
-def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
+def check_unguided(spec: SamplerSpec, key: str, why: str) -> None:
+    """Raises ValueError for a guidance_scale of section `key` that the checkpoint does not take."""
+    setting = f"{key}.guidance_scale={spec.guidance_scale}"
+    refuse((spec.guidance_scale != 1, f"{setting} has no effect: this checkpoint {why}"))
+
+
+def in_groups(groups: Sequence[Tensor], evaluate: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Evaluates rows group by group, and puts each row of the results at its place.
+
+    The same rows may have other last bits than in one batch.
+
+    Args:
+      groups: indices of the rows of each group, int64; together they hold each row once.
+      evaluate: returns a group's results, [rows, ...], by its number and its rows.
+    """
+    results = torch.cat([evaluate(number, rows) for number, rows in enumerate(groups)])
+    return results[torch.cat(list(groups)).argsort()]
+
+
+def dynamic_shift(scheduler: SchedulerMixin, num_tokens: int) -> float:
     """Computes `mu` of the scheduler's time shift for a picture of so many tokens.
 
         mu = base_shift + slope (num_tokens - base_image_seq_len)
@@ -90,7 +112,9 @@ def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
     return float(num_tokens * slope + (config.base_shift - slope * config.base_image_seq_len))
 
 
-def shifted_schedule(scheduler: Any, num_steps: int, mu: float, device: torch.device) -> Schedule:
+def shifted_schedule(
+    scheduler: SchedulerMixin, num_steps: int, mu: float, device: torch.device
+) -> Schedule:
     """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted in time by `mu`."""
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu, device=device)
     return Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
@@ -102,7 +126,7 @@ def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
-def unscaled(latents: Tensor, vae: Any) -> Tensor:
+def unscaled(latents: Tensor, vae: ModelMixin) -> Tensor:
     """Takes the normalisation of each channel back, [B, C, F, H, W], before a video VAE decodes."""
     mean, std = (
         torch.tensor(values).reshape(1, vae.config.z_dim, 1, 1, 1).to(latents)
@@ -112,7 +136,7 @@ def unscaled(latents: Tensor, vae: Any) -> Tensor:
     return latents / (1.0 / std) + mean
 
 
-def decode_picture(pipeline: Any, latents: Tensor) -> Tensor:
+def decode_picture(pipeline: DiffusionPipeline, latents: Tensor) -> Tensor:
     """Decodes latents in the scale of the VAE, [B, C, H, W], to pictures with values in [0, 1]."""
     vae = pipeline.vae
     decoded = vae.decode(latents.to(vae.dtype), return_dict=False)[0]

@@ -7,7 +7,6 @@ B are trained. See https://arxiv.org/abs/2106.09685.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -24,7 +23,7 @@ from flowgrpo_rc.models.networks import transformers
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 
 
-def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
+def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> nn.Module:
     """Puts a LoRA on each transformer of the model, from the run's seed alone; returns the network.
 
     From then on only its tensors train. They are fp32, or fp64 on an fp64 network. ValueError if
@@ -32,15 +31,13 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     """
     network = model.network
     targets = list(config.target_modules or model.default_target_modules)
-    parts = transformers(network).values()
-    for target in targets:
-        _check_target(network, target)
-    _check_rank(network, targets, config.lora_rank)
+    for fault in _faults(network, targets, config.lora_rank):
+        raise ValueError(f"model.{fault}")
     # peft draws from the global generator, whose state has to be the same after this block.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
-        for part in parts:
-            part.add_adapter(
+        for transformer in transformers(network).values():
+            transformer.add_adapter(
                 LoraConfig(
                     r=config.lora_rank,
                     lora_alpha=config.lora_alpha,
@@ -59,42 +56,41 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     return network
 
 
-def _check_rank(network: nn.Module, targets: Sequence[str], rank: int) -> None:
-    """Raises ValueError for a rank above that of the weights of every layer with a LoRA."""
+def _faults(network: nn.Module, targets: Sequence[str], rank: int) -> Iterator[str]:
+    """Yields each target that names something else than linear layers, with the nearest layers
+    that exist, and a rank above that of every layer with a LoRA.
+    """
+    modules = dict(network.named_modules())
+    linear = {name: module for name, module in modules.items() if isinstance(module, _LINEAR)}
+    for target in targets:
+        named = [name for name in modules if f".{name}".endswith(f".{target}")]
+        kinds = {type(modules[name]).__name__ for name in named if name not in linear}
+        if named and not kinds:
+            continue
+        inside = {
+            target + name.removeprefix(owner)
+            for owner in named
+            for name in linear
+            if name.startswith(f"{owner}.")
+        }
+        endings = {".".join(name.split(".")[-length:]) for name in linear for length in (1, 2)}
+        words = [ending for ending in sorted(endings) if not ending[0].isdigit()]
+        near = sorted(inside) or get_close_matches(target, words, n=4, cutoff=0.4) or words[:4]
+        what = f"the network has no module that ends in {target}"
+        if named:
+            what = f"{target} is a {', '.join(sorted(kinds))}, and a LoRA goes on linear layers"
+        yield f"target_modules: {what}; near to it are {', '.join(near)}"
     ranks = {
         name: min(module.weight.flatten(1).shape)
-        for name, module in network.named_modules()
-        if isinstance(module, _LINEAR) and f".{name}".endswith(tuple(f".{t}" for t in targets))
+        for name, module in linear.items()
+        if f".{name}".endswith(tuple(f".{target}" for target in targets))
     }
     largest = max(ranks, key=lambda name: ranks[name])
     if rank > ranks[largest]:
-        raise ValueError(
-            f"model.lora_rank={rank}: no layer with a LoRA has a larger rank than {largest}, "
+        yield (
+            f"lora_rank={rank}: no layer with a LoRA has a larger rank than {largest}, "
             f"{ranks[largest]}: give at most that"
         )
-
-
-def _check_target(network: nn.Module, target: str) -> None:
-    """Raises ValueError unless a target names linear layers alone; it names the nearest ones."""
-    modules = dict(network.named_modules())
-    linear = [name for name, module in modules.items() if isinstance(module, _LINEAR)]
-    named = [name for name in modules if f".{name}".endswith(f".{target}")]
-    others = {type(modules[name]).__name__ for name in named if name not in linear}
-    if named and not others:
-        return
-    what = f"{target} is a {', '.join(sorted(others))}, and a LoRA goes on linear layers"
-    if not named:
-        what = f"the network has no module that ends in {target}"
-    inside = {
-        target + name.removeprefix(owner)
-        for owner in named
-        for name in linear
-        if name.startswith(f"{owner}.")
-    }
-    endings = {".".join(name.split(".")[-length:]) for name in linear for length in (1, 2)}
-    words = [ending for ending in sorted(endings) if not ending[0].isdigit()]
-    near = sorted(inside) or get_close_matches(target, words, n=4, cutoff=0.4) or words[:4]
-    raise ValueError(f"model.target_modules: {what}; near to it are {', '.join(near)}")
 
 
 def lora_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
@@ -103,16 +99,15 @@ def lora_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def reference_policy(network: Any) -> Iterator[None]:
+def reference_policy(network: nn.Module) -> Iterator[None]:
     """Switches the LoRA off inside the context, so that the network is the base model."""
-    parts = transformers(network).values()
-    for part in parts:
-        part.disable_adapters()
+    for transformer in transformers(network).values():
+        transformer.disable_adapters()
     try:
         yield
     finally:
-        for part in parts:
-            part.enable_adapters()
+        for transformer in transformers(network).values():
+            transformer.enable_adapters()
 
 
 @contextmanager
@@ -120,11 +115,11 @@ def other_weights(
     parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> Iterator[None]:
     """Gives a LoRA other values inside the context; its graph must not outlive that."""
-    own = {name: parameter.data for name, parameter in parameters.items()}
+    values = {name: parameter.data for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         parameter.data = tensors[name]
     try:
         yield
     finally:
         for name, parameter in parameters.items():
-            parameter.data = own[name]
+            parameter.data = values[name]

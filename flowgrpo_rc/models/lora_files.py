@@ -7,7 +7,6 @@ of peft, which transformers and vLLM read. `flowgrpo_rc.exports` writes them.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
@@ -40,59 +39,55 @@ def export_name(config: ModelConfig, component: str) -> str:
 def load_export(network: nn.Module, config: ModelConfig) -> None:
     """Copies the LoRA of `lora_path`, at its own strength. ValueError names what does not fit."""
     folder = Path(config.lora_path or "").expanduser()
-    parts = {export_name(config, name): part for name, part in transformers(network).items()}
-    if len(parts) > 1 and folder.is_file():
+    files = {export_name(config, name): part for name, part in transformers(network).items()}
+    if len(files) > 1 and folder.is_file():
         raise ValueError(
             f"model.lora_path={config.lora_path} is the LoRA of one transformer, and the model has "
-            f"{len(parts)}: give the folder with {', '.join(parts)}"
+            f"{len(files)}: give the folder with {', '.join(files)}"
         )
-    for file, part in parts.items():
+    for file, transformer in files.items():
         path = folder / file if folder.is_dir() else folder
         if not path.is_file():
             raise ValueError(f"model.lora_path={config.lora_path}: there is no {file}")
-        _load_file(path, part, config)
+        _load_file(path, transformer, config)
 
 
 def _load_file(path: Path, network: nn.Module, config: ModelConfig) -> None:
     """Copies the LoRA of one file into one transformer, or into a language model."""
-    given = f"model.lora_path={config.lora_path}"
-    with blaming(given):
-        stored, metadata = _read(path, _PREFIXES[config.kind])
-    ranks = {
-        _module(key, config.kind): tensor.shape[0]
-        for key, tensor in stored.items()
-        if ".lora_A." in key
-    }
-    file = CONFIG_NAME if config.kind == "causal_lm" else path.name
-    with blaming(f"{given}: {file}"):
-        described = _described(path) if config.kind == "causal_lm" else _metadata(metadata)
+    kind = config.kind
+    where = f"model.lora_path={config.lora_path}"
+    with blaming(where):
+        stored, metadata = _read(path, _PREFIXES[kind])
+    ranks = {_module(key, kind): len(x) for key, x in stored.items() if ".lora_A." in key}
+    with blaming(f"{where}: {CONFIG_NAME if kind == 'causal_lm' else path.name}"):
+        settings = _settings_beside(path) if kind == "causal_lm" else _settings_in(metadata)
         # Without settings, diffusers adds the tensors as they are.
-        scales = dict.fromkeys(ranks, 1.0) if described is None else strengths(described, ranks)
-    expected = {
-        file_key(name, config.kind): p for name, p in network.named_parameters() if p.requires_grad
-    }
-    if stored.keys() != expected.keys():
-        different = sorted(stored.keys() ^ expected.keys())
+        scales = dict.fromkeys(ranks, 1.0) if settings is None else strengths(settings, ranks)
+    trained = {file_key(name, kind): p for name, p in network.named_parameters() if p.requires_grad}
+    if stored.keys() != trained.keys():
+        different = sorted(stored.keys() ^ trained.keys())
         raise ValueError(
-            f"{given} has other modules than model.target_modules: "
+            f"{where} has other modules than model.target_modules: "
             f"{len(different)} keys differ, the first is {different[0]}"
         )
-    if max(ranks.values()) != config.lora_rank:
+    largest = max(ranks.values())
+    if largest != config.lora_rank:
         raise ValueError(
-            f"model.lora_rank={config.lora_rank}: the largest rank in {given} is "
-            f"{max(ranks.values())}, and has to be the same"
+            f"model.lora_rank={config.lora_rank}: the largest rank in {where} is {largest}, and "
+            "has to be the same"
         )
-    for key, parameter in expected.items():
-        rank, scale = ranks[_module(key, config.kind)], scales[_module(key, config.kind)]
+    for key, parameter in trained.items():
+        module = _module(key, kind)
         # A rank below that of the network leaves the rest as it began: B is 0 there.
-        place = parameter.data[:rank] if ".lora_A." in key else parameter.data[:, :rank]
+        rows = slice(ranks[module])
+        place = parameter.data[rows] if ".lora_A." in key else parameter.data[:, rows]
         value = stored[key].to(parameter.dtype)
         if value.shape != place.shape:
             raise ValueError(
-                f"{given}: {key} is {tuple(value.shape)}, the model needs {tuple(place.shape)}"
+                f"{where}: {key} is {tuple(value.shape)}, the model needs {tuple(place.shape)}"
             )
         # Networks scale by alpha / rank of the configuration, so B takes up the difference.
-        factor = scale / (config.lora_alpha / config.lora_rank)
+        factor = scales[module] / (config.lora_alpha / config.lora_rank)
         place.copy_(value * factor if ".lora_B." in key else value)
 
 
@@ -100,16 +95,19 @@ def _read(path: Path, prefix: str) -> tuple[dict[str, Tensor], str | None]:
     """Returns the tensors of a file, which are checked, and diffusers' description of them."""
     # Also where a network without weights is built, the file's tensors have values.
     with torch.device("cpu"), safe_open(path, framework="pt") as file:
-        described = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
+        description = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     for key, tensor in stored.items():
         if not key.startswith(prefix):
-            raise ValueError(f"it holds {key}, and its keys have to begin with {prefix}")
-        if ".lora_A." in key and (tensor.ndim < 2 or not len(tensor)):
-            raise ValueError(f"{key} is {tuple(tensor.shape)}, so it has no rank")
-        if not (tensor.is_floating_point() and tensor.float().isfinite().all()):
-            raise ValueError(f"{key} holds numbers that are not finite, or {tensor.dtype}")
-    return stored, described
+            fault = f"it holds {key}, and its keys have to begin with {prefix}"
+        elif ".lora_A." in key and (tensor.ndim < 2 or not len(tensor)):
+            fault = f"{key} is {tuple(tensor.shape)}, so it has no rank"
+        elif not (tensor.is_floating_point() and tensor.float().isfinite().all()):
+            fault = f"{key} holds numbers that are not finite, or {tensor.dtype}"
+        else:
+            continue
+        raise ValueError(fault)
+    return stored, description
 
 
 def file_key(name: str, kind: str) -> str:
@@ -126,7 +124,7 @@ def peft_files(
     state: Mapping[str, Tensor], *, rank: int, alpha: int, target_modules: Sequence[str], base: str
 ) -> dict[str, bytes]:
     """Makes both files of a LoRA, name -> content, of tensors by their names in the network."""
-    described = LoraConfig(
+    settings = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         target_modules=list(target_modules),
@@ -135,30 +133,30 @@ def peft_files(
         inference_mode=True,
     ).to_dict()
     # peft holds a set, which has no order; equal runs shall write equal files.
-    described["target_modules"] = sorted(described["target_modules"])
+    settings["target_modules"] = sorted(settings["target_modules"])
     tensors = {
         file_key(name, "causal_lm"): tensor.detach().cpu().contiguous()
         for name, tensor in state.items()
     }
     return {
-        CONFIG_NAME: (json.dumps(described, indent=2, sort_keys=True) + "\n").encode(),
+        CONFIG_NAME: (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode(),
         TENSORS_NAME: save(tensors, metadata={"format": "pt"}),
     }
 
 
-def _metadata(text: str | None) -> dict[str, Any] | None:
+def _settings_in(metadata: str | None) -> dict[str, object] | None:
     """Returns the settings in diffusers' metadata; None for a file without them."""
-    if not text:
+    if not metadata:
         return None
     prefix = _PREFIXES["diffusion"]
-    described = parse_mapping(text)
-    others = [name for name in described if not name.startswith(prefix)]
-    if others:
-        raise ValueError(f"it sets {others[0]}; only the LoRA of a transformer can be trained")
-    return {name.removeprefix(prefix): value for name, value in described.items()}
+    settings = parse_mapping(metadata)
+    for name in settings:
+        if not name.startswith(prefix):
+            raise ValueError(f"it sets {name}; only the LoRA of a transformer can be trained")
+    return {name.removeprefix(prefix): value for name, value in settings.items()}
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _settings_beside(path: Path) -> dict[str, object]:
     """Returns the settings that peft keeps in a file beside the tensors."""
     file = path.parent / CONFIG_NAME
     if not file.is_file():

@@ -25,37 +25,19 @@ _NO_EFFECT = (
 _SAME_BASE = (True, False, "gaussian", "eva", "mica", "orthogonal")
 
 
-def strengths(described: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, float]:
+def strengths(stated: Mapping[str, object], ranks: Mapping[str, int]) -> dict[str, float]:
     """Computes the strength of each module as peft does.
 
         alpha / r,  or alpha / sqrt(r) with use_rslora
 
     Args:
-      described: the settings, as `LoraConfig` names them; what is not there is peft's default.
+      stated: the settings, as `LoraConfig` names them; what is not there is peft's default.
       ranks: the inner dimension of each module's tensors, by its name in the network.
 
     Raises:
       ValueError: a setting is not known, or contradicts the tensors.
     """
-    _check(described)
-    settings = _DEFAULTS | dict(described)
-    with blaming(", ".join(_MODULES)):
-        _check_modules(settings, ranks)
-    found = {}
-    for module, rank in ranks.items():
-        stated = _of_module(settings, "r", "rank_pattern", module)
-        if stated != rank:
-            raise ValueError(f"r and rank_pattern give {module} rank {stated}, its tensors {rank}")
-        alpha = _of_module(settings, "lora_alpha", "alpha_pattern", module)
-        if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
-            raise ValueError(f"lora_alpha and alpha_pattern give {module} alpha / rank {alpha}")
-        found[module] = alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
-    return found
-
-
-def _check(described: Mapping[str, Any]) -> None:
-    """Raises ValueError for a setting that would make something else than a plain LoRA."""
-    for name, value in described.items():
+    for name, value in stated.items():
         default = _DEFAULTS.get(name)
         # A setting that peft did not have when the file was written, or has dropped, is off.
         is_off = value in (None, False, [], {}) and default in (None, False, [], {})
@@ -67,16 +49,26 @@ def _check(described: Mapping[str, Any]) -> None:
                 f"it sets {name}={value!r}; only a plain LoRA of an unchanged base model can be "
                 f"trained further (peft's default: {default!r})"
             )
-
-
-def _check_modules(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> None:
-    """Raises ValueError if stock loaders would leave out modules that have tensors."""
-    if settings["target_modules"] in (None, "all-linear"):
-        return
-    chosen = LoraConfig(**{name: settings[name] for name in _MODULES})
-    outside = [module for module in ranks if not check_target_module_exists(chosen, module)]
-    if outside:
-        raise ValueError(f"it holds tensors of {outside[0]}, which {', '.join(_MODULES)} leave out")
+    settings: dict[str, Any] = _DEFAULTS | dict(stated)
+    left_out = []
+    with blaming(", ".join(_MODULES)):
+        if settings["target_modules"] not in (None, "all-linear"):
+            chosen = LoraConfig(**{name: settings[name] for name in _MODULES})
+            left_out = [name for name in ranks if not check_target_module_exists(chosen, name)]
+    for module in left_out:
+        raise ValueError(f"it holds tensors of {module}, which {', '.join(_MODULES)} leave out")
+    scales = {}
+    for module, rank in ranks.items():
+        given_rank = _of_module(settings, "r", "rank_pattern", module)
+        alpha = _of_module(settings, "lora_alpha", "alpha_pattern", module)
+        is_number = isinstance(alpha, int | float) and math.isfinite(alpha)
+        if given_rank != rank or not is_number:
+            raise ValueError(
+                f"r and rank_pattern give {module} rank {given_rank}, its tensors {rank}; "
+                f"lora_alpha and alpha_pattern give it alpha {alpha}"
+            )
+        scales[module] = alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
+    return scales
 
 
 def _of_module(settings: Mapping[str, Any], name: str, pattern: str, module: str) -> Any:

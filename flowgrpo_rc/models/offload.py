@@ -17,7 +17,7 @@ _ALIGNMENT = 256
 class HostLinear(RestoredLinear):
     """A linear layer whose weight stays on the host, and is copied for each product."""
 
-    kept = "on_host"
+    stored = "on_host"
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer)
@@ -36,9 +36,9 @@ def keep_layers_on_host(network: nn.Module, device: torch.device) -> None:
     """
     replace_layers(network, "model.offload_idle=layers", HostLinear)
     layers = [module for module in network.modules() if isinstance(module, RestoredLinear)]
-    kept = [layer.get_parameter(layer.kept) for layer in layers]
+    weights = [layer.get_parameter(layer.stored) for layer in layers]
     pin = device.type == "cuda" and torch.cuda.is_available()
-    for layer, parameter, on_host in zip(layers, kept, packed(kept, pin=pin), strict=True):
+    for layer, parameter, on_host in zip(layers, weights, packed(weights, pin=pin), strict=True):
         parameter.data = on_host  # frees what it was before the next one is copied
         layer.place = torch.empty(0)
 

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,6 +18,7 @@ from safetensors.torch import save
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.pictures import picture_digest
+from flowgrpo_rc.plugins import refuse
 from flowgrpo_rc.reading import blaming, parse_mapping
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class PromptCache:
 
     def __init__(
         self,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         folder: Path | None,
         *,
         by_batch: bool = False,
@@ -83,17 +83,17 @@ class PromptCache:
         for key, row in rows.items():
             header = json.dumps({"key": key, "image_sizes": row.image_sizes})
             # Other processes may write the same file at this moment: each has a name of its own.
-            own = self._folder / f"{key}.{secrets.token_hex(4)}"
-            write_atomic(own, save(row.tensors(), metadata={_HEADER: header}))
-            own.replace(self._folder / f"{key}.safetensors")
+            file = self._folder / f"{key}.{secrets.token_hex(4)}"
+            write_atomic(file, save(row.tensors(), metadata={_HEADER: header}))
+            file.replace(self._folder / f"{key}.safetensors")
 
     def _keys(
         self, prompts: Sequence[TextAndImages], spec: SamplerSpec, negative: bool
     ) -> list[str]:
         keys = []
         for text, images in prompts:
-            asked = [spec.max_sequence_length, spec.condition_images, spec.condition_pixels]
-            keys.append(_digest([text, negative, *asked, *map(picture_digest, images)]))
+            limits = [spec.max_sequence_length, spec.condition_images, spec.condition_pixels]
+            keys.append(_digest([text, negative, *limits, *map(picture_digest, images)]))
         beside = keys if self._by_batch else len(keys)
         return [_digest([key, beside]) for key in keys]
 
@@ -106,9 +106,8 @@ class PromptCache:
         try:
             with blaming(path), safe_open(path, framework="pt") as file:
                 header = parse_mapping((file.metadata() or {})[_HEADER])
-                if header["key"] != key:
-                    raise ValueError("it is of another prompt")
-                sizes = tuple(tuple((h, w) for h, w in own) for own in header["image_sizes"])
+                refuse((header["key"] != key, "it is of another prompt"))
+                sizes = tuple(tuple((h, w) for h, w in row) for row in header["image_sizes"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 return Conditioning(**tensors, image_sizes=sizes)
         except ValueError as error:

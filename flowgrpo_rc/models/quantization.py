@@ -10,7 +10,7 @@ layer's inputs, too.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,36 +28,37 @@ class RestoredLinear(nn.Linear):
     It computes what a layer with the plain weight `weight` does, and so do its gradients.
 
     Attributes:
-      kept: the name of the parameter that the weight is restored from.
+      stored: the name of the parameter that the weight is restored from.
       place: empty, on the device of the products, if that parameter stays on the host; else None.
     """
 
-    kept: ClassVar[str]
+    stored: ClassVar[str]
     place: Tensor | None
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)  # that of nn.Linear would allocate a weight
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
         self.bias = layer.bias
         self.register_buffer("place", None, persistent=False)
 
-    def forward(self, input: Tensor) -> Any:
+    def forward(self, input: Tensor) -> Tensor:
         """Multiplies by the restored weight."""
         if torch.is_grad_enabled() and input.requires_grad:
             return FrozenProduct.apply(input, self)
         return F.linear(input, self.weight, self.bias)
 
     def fetched(self) -> Tensor:
-        """Returns the kept parameter where products are made."""
-        kept = self.get_parameter(self.kept).detach()
-        return kept if self.place is None else kept.to(self.place.device, non_blocking=True)
+        """Returns the stored parameter where products are made."""
+        stored = self.get_parameter(self.stored).detach()
+        return stored if self.place is None else stored.to(self.place.device, non_blocking=True)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Leaves on the host what stays there, when a network moves."""
-        staying = self._parameters.pop(self.kept) if self.place is not None else None
+        staying = self._parameters.pop(self.stored) if self.place is not None else None
         super()._apply(fn, recurse)
         if staying is not None:
-            self._parameters[self.kept] = staying
+            self._parameters[self.stored] = staying
         return self
 
 
@@ -69,7 +70,7 @@ class QuantizedLinear(RestoredLinear):
       name: one of `GROUPS`.
     """
 
-    kept = "codes"
+    stored = "codes"
     pairs: Tensor | None
 
     def __init__(self, layer: nn.Linear, name: str) -> None:
@@ -108,9 +109,10 @@ class FrozenProduct(torch.autograd.Function):
     """The product of a frozen layer, whose weight the backward pass asks for again."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, layer: nn.Linear) -> Any:
+    def forward(ctx: Any, inputs: Tensor, layer: nn.Linear) -> Tensor:
         """Computes x W^T + b."""
-        ctx.layer, ctx.dtype = layer, inputs.dtype
+        ctx.layer = layer
+        ctx.dtype = inputs.dtype
         return F.linear(inputs, layer.weight, layer.bias)
 
     @staticmethod

@@ -4,10 +4,11 @@ Legend: B samples, H and W height and width of a picture in pixels.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.layout import JOINT_ATTENTION, PackedModel, run_transformer, unscaled
@@ -34,7 +35,7 @@ class QwenFamily(PackedModel):
     )
 
     def _predict(
-        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
+        self, transformer: ModelMixin, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
         sizes = text.image_sizes[0] if text.image_sizes else ()
         shapes = [(1, *size) for size in (self._patches(spec), *sizes)]
@@ -67,11 +68,11 @@ class QwenImage(QwenFamily):
     pipeline_class = "QwenImagePipeline"
     keeps_length = True
 
-    def templated(self, tokenizer: Any, text: str) -> str:
+    def templated(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         """Returns a prompt behind what Qwen2.5-VL is told before each."""
         return str(self.pipeline.prompt_template_encode.format(text))
 
-    def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> int:
+    def most_tokens(self, tokenizer: PreTrainedTokenizerBase, spec: SamplerSpec) -> int:
         """Counts the tokens of what it is told, which are dropped from the embeddings."""
         return spec.max_sequence_length + int(self.pipeline.prompt_template_encode_start_idx)
 

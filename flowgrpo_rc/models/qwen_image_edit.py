@@ -6,7 +6,6 @@ Legend: H and W height and width of a picture in pixels.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
@@ -14,10 +13,12 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
     calculate_dimensions,
 )
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.models.qwen_image import QwenFamily
+from flowgrpo_rc.plugins import refuse
 
 _MOST_ELONGATED = 32  # ratio of the sides, from which on a side has no pixel left
 
@@ -33,16 +34,14 @@ class QwenImageEdit(QwenFamily, EditingModel):
     needs_images = True
     packages = ("torchvision",)
 
-    def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> None:
+    def most_tokens(self, tokenizer: PreTrainedTokenizerBase, spec: SamplerSpec) -> None:
         """Returns None: the stock pipeline does not cut."""
 
     def image_size(self, width: int, height: int, spec: SamplerSpec) -> tuple[int, int]:
         """Returns the tokens of an image once it has the area that the transformer gets."""
-        if not 1 / _MOST_ELONGATED < width / height < _MOST_ELONGATED:
-            raise ValueError(
-                f"{width} x {height} pixels: this model takes sides of at most "
-                f"{_MOST_ELONGATED} to 1"
-            )
+        fits = 1 / _MOST_ELONGATED < width / height < _MOST_ELONGATED
+        limit = f"this model takes sides of at most {_MOST_ELONGATED} to 1"
+        refuse((not fits, f"{width} x {height} pixels: {limit}"))
         columns, rows = (
             pixels // (2 * self.pipeline.vae_scale_factor)
             for pixels in calculate_dimensions(spec.condition_pixels, width / height)
@@ -64,7 +63,9 @@ class QwenImageEdit(QwenFamily, EditingModel):
         self, prompt: str, images: Sequence[Image.Image], spec: SamplerSpec
     ) -> Conditioning:
         processor = self.pipeline.image_processor
-        seen, tokens, sizes = [], [], []
+        seen = []
+        tokens = []
+        sizes = []
         for image in images:
             ratio = image.width / image.height
             width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, ratio)

@@ -6,10 +6,10 @@ Legend: B samples, C latent channels, H and W height and width of a picture in p
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from diffusers import SanaPipeline
+from diffusers import ModelMixin, SanaPipeline
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
@@ -50,14 +50,14 @@ class Sana(FlowModel):
         side = self.transformer.config.patch_size * self.pipeline.vae_scale_factor
         check_size(spec, key, multiple=math.lcm(32, side))
 
-    def templated(self, tokenizer: Any, text: str) -> str:
+    def templated(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         """Returns a prompt behind what Gemma is told before each."""
         return "\n".join(_INSTRUCTION) + text
 
-    def most_tokens(self, tokenizer: Any, spec: SamplerSpec) -> int:
+    def most_tokens(self, tokenizer: PreTrainedTokenizerBase, spec: SamplerSpec) -> int:
         """Counts the tokens of what Gemma is told, as the stock pipeline does."""
-        told = len(tokenizer(self.templated(tokenizer, "")).input_ids)
-        return told + spec.max_sequence_length - 2
+        instruction = tokenizer(self.templated(tokenizer, "")).input_ids
+        return len(instruction) + spec.max_sequence_length - 2
 
     def _encode_negative(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         return self._encode(prompts, max_sequence_length=max_sequence_length, instruction=None)
@@ -88,7 +88,7 @@ class Sana(FlowModel):
         return Schedule(sigmas, scheduler.timesteps.float())
 
     def _predict(
-        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
+        self, transformer: ModelMixin, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
         timestep = at * transformer.config.timestep_scale
         return run_transformer(

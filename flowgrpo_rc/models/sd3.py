@@ -5,8 +5,8 @@ Legend: B samples, C latent channels, H and W height and width of a picture in p
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from diffusers import ModelMixin
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
@@ -59,7 +59,7 @@ class StableDiffusion3(FlowModel):
         return Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
 
     def _predict(
-        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
+        self, transformer: ModelMixin, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
         return run_transformer(transformer, x, text, timestep=at)
 

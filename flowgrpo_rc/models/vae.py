@@ -1,17 +1,8 @@
-"""The VAE as it decodes: its precision and the layout of its weights."""
+"""The VAE as it decodes: the layout of its weights, and its pictures as bytes."""
 
+import numpy as np
 import torch
-from torch import channels_last, channels_last_3d, nn
-
-
-def vae_dtype(dtype: str, device: torch.device, *, stock_in_bf16: bool) -> torch.dtype:
-    """Returns the precision of a VAE beside a model in `dtype`.
-
-    It is bf16 on a card where the stock pipeline in bf16 has its VAE so; else fp32, since SD3's
-    overflows in half precision and a CPU convolves faster in fp32.
-    """
-    in_bf16 = stock_in_bf16 and dtype == "bf16" and device.type != "cpu"
-    return torch.bfloat16 if in_bf16 else torch.float32
+from torch import Tensor, channels_last, channels_last_3d, nn
 
 
 def keep_channels_last(vae: nn.Module) -> None:
@@ -25,3 +16,9 @@ def keep_channels_last(vae: nn.Module) -> None:
         if name.startswith("decoder") and isinstance(layer, nn.Conv2d | nn.Conv3d):
             layout = channels_last if isinstance(layer, nn.Conv2d) else channels_last_3d
             layer.weight.data = layer.weight.data.contiguous(memory_format=layout)
+
+
+def to_uint8(pictures: Tensor) -> np.ndarray:
+    """Rounds values in [0, 1], [..., C, H, W], to 0 to 255 on their device, channels last."""
+    rounded = (pictures.float() * 255).round().to(torch.uint8)
+    return rounded.movedim(-3, -1).cpu().numpy()

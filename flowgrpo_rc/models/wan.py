@@ -5,9 +5,10 @@ Legend: B samples, C latent channels, H and W height and width of a picture in p
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
@@ -18,6 +19,7 @@ from flowgrpo_rc.models.layout import (
     run_transformer,
     unscaled,
 )
+from flowgrpo_rc.plugins import refuse
 
 
 class Wan(FlowModel):
@@ -43,22 +45,26 @@ class Wan(FlowModel):
         assert rows == columns, "Wan's patches are square"
         check_size(spec, key, multiple=math.lcm(16, rows * pipeline.vae_scale_factor_spatial))
         assert spec.num_frames is not None, "a video has frames"
-        if spec.num_frames % pipeline.vae_scale_factor_temporal != 1:
-            raise ValueError(
-                f"{key}.num_frames={spec.num_frames}: this model makes multiples of "
-                f"{pipeline.vae_scale_factor_temporal} and 1 more: 1, "
-                f"{1 + pipeline.vae_scale_factor_temporal}, ..."
-            )
-        self._check_boundary()
-
-    def _check_boundary(self) -> None:
-        """Raises ValueError if the checkpoint's boundary_ratio does not fit its transformers."""
-        ratio = self.pipeline.config.boundary_ratio
-        if ratio is not None:
-            raise ValueError(
-                f"model.path: its model_index.json has boundary_ratio={ratio} and no transformer_2 "
-                "for the timesteps below it; give a model.path with both transformers"
-            )
+        factor = pipeline.vae_scale_factor_temporal
+        made = f"this model makes multiples of {factor} and 1 more: 1, {1 + factor}, ..."
+        refuse(
+            (spec.num_frames % factor != 1, f"{key}.num_frames={spec.num_frames}: {made}"),
+        )
+        ratio = pipeline.config.boundary_ratio
+        has_two = len(self.networks) == 2
+        refuse(
+            (
+                ratio is not None and not has_two,
+                f"boundary_ratio={ratio} and no transformer_2 for the timesteps below it; give a "
+                "model.path with both transformers",
+            ),
+            (
+                ratio is None and has_two,
+                "a transformer_2 and no boundary_ratio, so the stock pipeline would never use it; "
+                "set boundary_ratio, or set transformer_2 to [null, null]",
+            ),
+            about="model.path: its model_index.json has ",
+        )
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, _ = self._stock_encoding(
@@ -83,7 +89,7 @@ class Wan(FlowModel):
         return Schedule(torch.where(sigmas > 1 - 2e-6, 1.0, sigmas), scheduler.timesteps.float())
 
     def _predict(
-        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
+        self, transformer: ModelMixin, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
         if self.pipeline.config.expand_timesteps:
             # The transformer of Wan 2.2 TI2V takes a timestep for each token.

@@ -6,12 +6,13 @@ Legend: B samples, S denoising steps.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.models.layout import in_groups
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.wan import Wan
 
@@ -33,14 +34,6 @@ class WanTwoStage(Wan):
         ratio: float = self.pipeline.config.boundary_ratio
         return ratio * float(self.pipeline.scheduler.config.num_train_timesteps)
 
-    def _check_boundary(self) -> None:
-        if self.pipeline.config.boundary_ratio is None:
-            raise ValueError(
-                "model.path: its model_index.json has a transformer_2 and no boundary_ratio, so "
-                "the stock pipeline would never use it; set boundary_ratio, or set transformer_2 "
-                "to [null, null]"
-            )
-
     def networks_of_steps(self, spec: SamplerSpec) -> list[str]:
         """Returns `transformer` for the steps down to the boundary, `transformer_2` for others."""
         scheduler = self.scheduler
@@ -49,7 +42,7 @@ class WanTwoStage(Wan):
 
     def velocity(
         self,
-        transformer: Any,
+        transformer: nn.Module,
         latents: Tensor,
         timesteps: Tensor,
         conditioning: Conditioning,
@@ -59,32 +52,22 @@ class WanTwoStage(Wan):
         """Predicts the velocity of each row with the transformer of its timestep."""
         if not isinstance(transformer, Networks):
             return super().velocity(transformer, latents, timesteps, conditioning, negative, spec)
-        second_scale = spec.guidance_scale_2
-        if second_scale is None:
-            second_scale = spec.guidance_scale
-        first, second = transformer.networks.values()
+        scale = spec.guidance_scale_2
+        specs = spec, spec if scale is None else replace(spec, guidance_scale=scale)
+        sides = list(transformer.networks.values())
+        predict = super().velocity
         # The host has to know which transformer to run; without its own copy it waits here.
         known = torch.tensor(conditioning.timesteps) if conditioning.timesteps else timesteps
         num_high = int((known >= self.boundary).sum())
+        if num_high in (0, len(timesteps)):
+            side = 0 if num_high else 1
+            inputs = latents, timesteps, conditioning, negative
+            return predict(sides[side], *inputs, specs[side])
         order = (timesteps < self.boundary).int().argsort(stable=True)
-        sides = (
-            (first, order[:num_high], spec),
-            (second, order[num_high:], replace(spec, guidance_scale=second_scale)),
-        )
-        parts = [side for side in sides if len(side[1])]
-        if len(parts) == 1:
-            ((part, _, own),) = parts
-            return super().velocity(part, latents, timesteps, conditioning, negative, own)
-        # Evaluated apart, so the same rows give other last bits than in a batch on one side.
-        velocities = [
-            super(WanTwoStage, self).velocity(
-                part,
-                latents[rows],
-                timesteps[rows],
-                conditioning[rows],
-                None if negative is None else negative[rows],
-                own,
-            )
-            for part, rows, own in parts
-        ]
-        return torch.cat(velocities)[order.argsort()]
+
+        def on_side(side: int, rows: Tensor) -> Tensor:
+            other = None if negative is None else negative[rows]
+            inputs = latents[rows], timesteps[rows], conditioning[rows], other
+            return predict(sides[side], *inputs, specs[side])
+
+        return in_groups((order[:num_high], order[num_high:]), on_side)

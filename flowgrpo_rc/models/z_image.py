@@ -8,10 +8,9 @@ Legend: B samples, C latent channels, H and W height and width of a picture in p
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
@@ -68,7 +67,7 @@ class ZImage(FlowModel):
 
     def velocity(
         self,
-        transformer: Any,
+        transformer: nn.Module,
         latents: Tensor,
         timesteps: Tensor,
         conditioning: Conditioning,

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.transition import GaussianSteps
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.models.base import TrainableModel
 
 
 class Evaluation(NamedTuple):
@@ -64,16 +67,17 @@ class Evaluation(NamedTuple):
 
 
 B = TypeVar("B", bound=Batch)
+T = TypeVar("T")
 
 
 @dataclass(eq=False, repr=False)
 class Policy(ABC, Generic[B]):
     """A stochastic policy around a network. Several policies may share one model."""
 
-    model: Any
-    network: Any  # what is evaluated and trained
+    model: "TrainableModel"
+    network: nn.Module  # what is evaluated and trained
     _: KW_ONLY
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the network runs in
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext  # what the network runs in
     _nudged = False  # whether the embeddings go through `nudge`
 
     @abstractmethod
@@ -164,7 +168,7 @@ class Policy(ABC, Generic[B]):
         """
 
     def rounded_otherwise(
-        self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
+        self, autocast: Callable[[], AbstractContextManager[object]] | None = None
     ) -> Self:
         """Returns a policy that shares the network, and differs from this one by rounding alone.
 
@@ -193,8 +197,8 @@ class Policy(ABC, Generic[B]):
         # In the shapes of the update's forwards: products in another shape round otherwise.
         for micro in batch.split(micro_batch_size):
             pieces = self.pieces(micro)
-            found = [self.evaluate(piece).detached(keep_means=keep_means) for piece in pieces]
-            rows.append(join(found, dim=1))
+            columns = [self.evaluate(piece).detached(keep_means=keep_means) for piece in pieces]
+            rows.append(join(columns, dim=1))
         return join(rows, dim=0)
 
     def log_probs(self, batch: B, micro_batch_size: int) -> Tensor:
@@ -232,7 +236,7 @@ def nudge(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.to(dtype).float() * (1 + signs * torch.finfo(dtype).eps / 2)).to(dtype)
 
 
-def cut(whole: Any, step: int) -> Any:
+def cut(whole: T, step: int) -> T:
     """Returns one step of what was found on several steps, the inverse of `join` along `dim=1`.
 
     Args:
@@ -244,24 +248,26 @@ def cut(whole: Any, step: int) -> Any:
     """
     if isinstance(whole, tuple):
         return type(whole)(*(cut(column, step) for column in whole))
-    return None if whole is None else whole[:, step : step + 1]
+    return cast(T, whole[:, step : step + 1]) if isinstance(whole, Tensor) else whole
 
 
-def join(parts: Sequence[Any], dim: int) -> Any:
+def join(pieces: Sequence[T], dim: int) -> T:
     """Joins what was found on several parts of a batch into one.
 
     Each field is joined with the same field of the other parts. A field that is None, which it is
     in all parts, stays None.
 
     Args:
-      parts: one `Evaluation` of each part, in order.
+      pieces: one `Evaluation` of each part, in order.
       dim: 0 to put rows below each other, 1 to put steps side by side.
 
     Returns:
       One `Evaluation` of the whole.
     """
-    first = parts[0]
+    first = pieces[0]
     # A NamedTuple, such as `Evaluation` and the `GaussianSteps` in it: join field by field.
     if isinstance(first, tuple):
-        return type(first)(*(join(column, dim) for column in zip(*parts, strict=True)))
-    return None if first is None else torch.cat(list(parts), dim)
+        return type(first)(*(join(column, dim) for column in zip(*pieces, strict=True)))
+    if not isinstance(first, Tensor):
+        return first
+    return cast(T, torch.cat(cast("list[Tensor]", list(pieces)), dim))

@@ -34,6 +34,21 @@ NoiseSource = Callable[[int], Tensor]  # step index -> standard normal noise [B,
 Velocity = Callable[[Tensor, Tensor], Tensor]  # x [B, ...], timesteps [B] -> velocity [B, ...]
 
 
+class SdeWindow(NamedTuple):
+    """The steps of a rollout that are stochastic and recorded."""
+
+    # Indices in the schedule, int64, [B, T], consecutive in each row; T = 0 gives ODE samples.
+    steps: Tensor
+    noise: NoiseSource  # standard normal noise, [B, ...] on any device, for a step index
+    keep_means: bool = False  # whether the means of the steps are recorded, too
+
+
+def no_window(num_samples: int, device: torch.device) -> SdeWindow:
+    """Returns a window without steps: samples follow the ODE alone, and no noise is drawn."""
+    empty = torch.empty((num_samples, 0), dtype=torch.int64, device=device)
+    return SdeWindow(empty, lambda step: empty)
+
+
 class Trajectory(NamedTuple):
     """The result of sampling: the final latents, and a record of the window's steps."""
 
@@ -60,11 +75,12 @@ class FlowPolicy(Policy[DiffusionBatch]):
 
     def __post_init__(self) -> None:
         """Raises ValueError for a network that is none of the model's."""
-        wanted, given = list(self.model.networks), list(transformers(self.network))
-        if given != wanted:
+        wanted = list(self.model.networks)
+        components = list(transformers(self.network))
+        if components != wanted:
             raise ValueError(
                 f"a {type(self.model).__name__} samples with {' and '.join(wanted)}; the "
-                f"network has {' and '.join(given)}: give model.network, or a copy of it"
+                f"network has {' and '.join(components)}: give model.network, or a copy of it"
             )
 
     @torch.no_grad()
@@ -74,11 +90,9 @@ class FlowPolicy(Policy[DiffusionBatch]):
         conditioning: Conditioning,
         negative: Conditioning | None,
         spec: SamplerSpec,
-        window: Tensor,
-        noise: NoiseSource,
+        window: SdeWindow,
         *,
         group: Tensor | None = None,
-        keep_means: bool = False,
     ) -> Trajectory:
         """Samples trajectories with `sample_trajectory`, on the schedule of the model.
 
@@ -87,7 +101,7 @@ class FlowPolicy(Policy[DiffusionBatch]):
           conditioning: the encoded prompt of each sample.
           negative: the encoded negative prompt of each sample; None without guidance.
           spec: how to sample.
-          window: as of `sample_trajectory`, like `noise` and `keep_means`.
+          window: the stochastic steps.
           group: number of each sample's prompt, [B]; needed with `spec.shared_prefix`.
         """
         schedule = self.model.walked_schedule(spec)
@@ -99,12 +113,10 @@ class FlowPolicy(Policy[DiffusionBatch]):
                 self.cache.next_step()
             return self._velocity(x, timesteps, conditioning, negative, spec, group)
 
-        found = sample_trajectory(
-            velocity, schedule, latents, spec, window, noise, keep_means=keep_means
-        )
+        trajectory = sample_trajectory(velocity, schedule, latents, spec, window)
         if self.cache is not None:
             self.cache.end()
-        return found
+        return trajectory
 
     def transition(self, piece: DiffusionBatch) -> Transition:
         """Computes the Gaussians of recorded steps, all in one forward.
@@ -288,8 +300,8 @@ def distinct_rows(states: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     # argmax of a bool row is its first True: the first row of the group.
     first = (group.unsqueeze(1) == group).int().argmax(1)
     same = (states == states[first]).flatten(1).all(1)
-    own = torch.arange(len(group), device=group.device)
-    return torch.where(same, first, own).unique(return_inverse=True)
+    every = torch.arange(len(group), device=group.device)
+    return torch.where(same, first, every).unique(return_inverse=True)
 
 
 @torch.no_grad()
@@ -298,10 +310,7 @@ def sample_trajectory(
     schedule: Schedule,
     latents: Tensor,
     spec: SamplerSpec,
-    window: Tensor,
-    noise: NoiseSource,
-    *,
-    keep_means: bool = False,
+    window: SdeWindow,
 ) -> Trajectory:
     """Samples by denoising, and records the stochastic steps.
 
@@ -313,10 +322,7 @@ def sample_trajectory(
       schedule: the sigmas and timesteps to walk.
       latents: initial noise, [B, ...].
       spec: how to sample; number of steps, kind and noise level are used.
-      window: step indices that are stochastic and recorded, int64, [B, T], consecutive in each
-        row. T = 0 gives ODE samples.
-      noise: returns standard normal noise, [B, ...] on any device, for a step index.
-      keep_means: record the means of the window's steps too.
+      window: the stochastic steps.
 
     Returns:
       The final latents and the record of the window.
@@ -324,23 +330,23 @@ def sample_trajectory(
     See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4; for the window, "MixGRPO",
     https://arxiv.org/abs/2507.21802.
     """
-    record = _Record(latents, window, keep_means=keep_means)
+    record = _Record(latents, window)
     # Read once to the host, so that the loop does not wait for the device at every step.
-    stochastic = set(window.flatten().tolist())
+    stochastic = set(window.steps.flatten().tolist())
     tail_start = (spec.tail_start or 0) if spec.tail == "ab2" else len(schedule.timesteps)
     sigmas = schedule.sigmas
     kind = spec.sde_type
     x = latents
     v_before = None
     for index in range(len(schedule.timesteps)):
-        steps = torch.full((len(window),), index, device=x.device)
+        steps = torch.full((len(x),), index, device=x.device)
         v = velocity(x, schedule.timesteps[steps])
 
         # The ODE: without noise the mean of the step is its next state.
         x_next = step_transition(x, v, sigmas, steps, sde_type=kind, noise_level=0.0).mean
         if v_before is not None and index >= tail_start:
             # Noise in between would have moved the state to where the velocity is another one.
-            smooth_B = (window < index - 1).all(1)
+            smooth_B = (window.steps < index - 1).all(1)
             curve = second_order(v, v_before, sigmas, index)
             x_next = x_next + torch.where(_like(smooth_B, x), curve, 0.0)
 
@@ -349,31 +355,32 @@ def sample_trajectory(
             level = spec.noise_level
             step = step_transition(x, v, sigmas, steps, sde_type=kind, noise_level=level)
             inside_B = record.inside(index)
-            drawn = sample(step, noise(index).to(x.device))
+            drawn = sample(step, window.noise(index).to(x.device))
             x_next = torch.where(_like(inside_B, x), drawn, x_next)
             log_prob_B = log_prob(step, x_next, convention=spec.log_prob_convention)
             record.add(index, inside_B, x, x_next, log_prob_B, step.mean)
-        x, v_before = x_next, v
-    states = record.states if window.shape[1] else x.unsqueeze(1)
+        x = x_next
+        v_before = v
+    states = record.states if window.steps.shape[1] else x.unsqueeze(1)
     return Trajectory(x, states, record.log_probs, schedule, record.means)
 
 
 class _Record:
     """The steps of the windows, at the places that they have in them."""
 
-    def __init__(self, latents: Tensor, window: Tensor, *, keep_means: bool) -> None:
-        num_samples, length = window.shape
+    def __init__(self, latents: Tensor, window: SdeWindow) -> None:
+        num_samples, length = window.steps.shape
         shape = latents.shape[1:]
-        self._window = window
+        self._steps = window.steps
         # By place in the window: at one step of the schedule, samples may be at different places.
         self.states = latents.new_zeros((num_samples, length + 1, *shape))
         self.log_probs = latents.new_zeros((num_samples, length))
-        self.means = latents.new_zeros((num_samples, length, *shape)) if keep_means else None
+        self.means = latents.new_zeros((num_samples, length, *shape)) if window.keep_means else None
 
     def inside(self, index: int) -> Tensor:
         """Returns whose window holds a step, bool [B]."""
-        position_B = index - self._window[:, 0]
-        return (position_B >= 0) & (position_B < self._window.shape[1])
+        position_B = index - self._steps[:, 0]
+        return (position_B >= 0) & (position_B < self._steps.shape[1])
 
     def add(
         self,
@@ -387,7 +394,7 @@ class _Record:
         """Takes in a step of the samples that are inside of their windows."""
         # The host waits for the device once: an index by a mask waits each time.
         row = inside_B.nonzero().squeeze(1)
-        position = index - self._window[row, 0]
+        position = index - self._steps[row, 0]
         self.states[row, position] = x[row]
         self.states[row, position + 1] = x_next[row]
         self.log_probs[row, position] = log_prob_B[row]

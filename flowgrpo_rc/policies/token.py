@@ -7,12 +7,17 @@ vocabulary.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.kl import k3
@@ -44,6 +49,7 @@ class TokenPolicy(Policy[TokenBatch]):
     """
 
     model: CausalLM
+    network: PreTrainedModel
     _: KW_ONLY
     checkpoint_gradients: bool = False
 
@@ -106,7 +112,8 @@ class TokenPolicy(Policy[TokenBatch]):
         mask = torch.cat([piece.prompt_mask, piece.response_mask], 1)
         # Columns that are padding in all rows need no forward.
         prompt_length = piece.prompt_ids.shape[1]
-        first, num_tokens = 0, piece.num_steps
+        first = 0
+        num_tokens = piece.num_steps
         lengths = piece.counted()
         if lengths is not None and _is_sparse(lengths, mask.shape[1]):
             longest_prompt, longest_response = lengths.amax(0).tolist()
@@ -159,7 +166,7 @@ class TokenPolicy(Policy[TokenBatch]):
         """Returns one empty name: the only cell gets no metric of its own."""
         return [""]
 
-    def _moved_embeddings(self) -> AbstractContextManager[Any]:
+    def _moved_embeddings(self) -> AbstractContextManager[object]:
         """Moves the token embeddings in the forwards inside, if they are to be moved."""
         if not self._nudged:
             return nullcontext()
@@ -167,7 +174,7 @@ class TokenPolicy(Policy[TokenBatch]):
         # Embeddings are looked up inside the network, so a hook on that layer has to move them. As
         # a context, torch's handle removes it at the end.
         return embeddings.register_forward_hook(
-            lambda module, given, found: nudge(found, found.dtype)
+            lambda module, ids, embeds: nudge(embeds, embeds.dtype)
         )
 
 

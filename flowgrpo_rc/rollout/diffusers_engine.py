@@ -12,7 +12,7 @@ from flowgrpo_rc.batch import Conditioning, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
-from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.policies.flow import FlowPolicy, SdeWindow
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 from flowgrpo_rc.rollout.image_chunk import SampledImages, image_chunk
 from flowgrpo_rc.rollout.options.cached_blocks import CachedBlocks
@@ -67,11 +67,13 @@ class DiffusersEngine(ReplicaEngine[ImageRequest]):
                 conditioning[prompt_index],
                 None if negative is None else negative[prompt_index],
                 spec,
-                request.window[rows.start : rows.stop].to(model.device),
-                # It follows from seed and step alone, so that chunks and workers do not matter.
-                partial(normal, shape, seeds, "step"),
+                SdeWindow(
+                    request.window[rows.start : rows.stop].to(model.device),
+                    # It follows from seed and step alone, so that chunks and workers do not matter.
+                    partial(normal, shape, seeds, "step"),
+                    request.keep_means,
+                ),
                 group=prompt_index,
-                keep_means=request.keep_means,
             )
             sampled = SampledImages(
                 trajectory=trajectory,

@@ -81,7 +81,7 @@ def float_picture() -> str:
         ({"image": "data:image/png;base64," + "A" * 9999}, "must be a path, .* got 'data:.{,200}$"),
         ({"image": "A" * 9999}, "must be a path, .* got 'A{,200}$"),
         ({"image": {"bytes": None, "path": None}}, "must be a path"),
-        ({"image": {"base64": "abc"}}, "the base64 of an image is broken: Incorrect padding"),
+        ({"image": {"base64": "abc"}}, "the base64 of an image cannot be read: Incorrect padding"),
         ({"image": {"base64": "abcd"}}, "an image of 3 bytes cannot be read as a picture"),
         ({"image": {"base64": float_picture()}}, "its mode is F, which does not say what is white"),
     ],

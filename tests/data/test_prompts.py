@@ -31,7 +31,8 @@ def some_prompts(count: int) -> list[Prompt]:
 
 
 def test_text_files(tmp_path):
-    text = '\ufeffa "CAFE" and "BAR"\r\n  a "New York" at night  \nzwei "ÄÖ"\n\n \n'
+    # Files that were joined have a mark each.
+    text = '\ufeffa "CAFE" and "BAR"\r\n  a "New York" at night  \n\ufeffzwei "ÄÖ"\n\n \n'
     path = write(tmp_path / "a.txt", text)
     prompts = read_prompts(path, require_target=True, negative_text="blurry")
     assert [p.text for p in prompts] == ['a "CAFE" and "BAR"', 'a "New York" at night', 'zwei "ÄÖ"']
@@ -43,8 +44,8 @@ def test_text_files(tmp_path):
 def test_targets_are_optional_unless_required(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "a.txt", 'a cat\nan empty ""\nan "open\na "dog"')
-    found = read_prompts("~/a.txt", require_target=False)
-    assert [prompt.target for prompt in found] == [None, None, None, "dog"]
+    prompts = read_prompts("~/a.txt", require_target=False)
+    assert [prompt.target for prompt in prompts] == [None, None, None, "dog"]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +174,6 @@ def test_damaged_parquet_is_named_whatever_the_library_raises(tmp_path):
             read_prompts(tmp_path / f"{name}.parquet", require_target=False)
 
 
-def test_files_that_were_joined_lose_the_mark_of_each(tmp_path):
-    path = write(tmp_path / "a.txt", "\ufeffa cat\n\ufeffa dog")
-    assert [p.text for p in read_prompts(path, require_target=False)] == ["a cat", "a dog"]
-
-
 @pytest.mark.parametrize("paths", [3, True, [None], {"a.txt": 1}, b"a.txt"])
 def test_what_is_no_path_is_refused(paths):
     with pytest.raises(ValueError, match=r"data\.train_files=.*: give a prompt file, a folder"):
@@ -290,26 +286,35 @@ def test_chats_in_json_lines_and_prompts_that_are_texts(tmp_path):
     assert prompts[1].metadata["reward_model"]["ground_truth"] == {"class": "dog"}
 
 
+ALONE = "is a chat without a user message"
+NO_CHAT = "must be a text, or a chat"
+
+
 @pytest.mark.parametrize(
-    ("chat", "message"),
+    ("chat", "of_image", "of_text"),
     [
-        ([SYSTEM], "row 2: prompt is a chat without a user message"),
-        ([], "row 2: prompt is a chat without a user message"),
-        ([{"role": "user", "content": "a"}] * 2, "row 2: prompt must be a text, or a chat"),
-        ([{"role": "assistant", "content": "a"}], "row 2: prompt must be a text, or a chat"),
-        ([{"role": "user", "content": None}], "row 2: prompt must be a text, or a chat"),
-        ([{"role": "user", "content": " "}], "row 2: the prompt is empty"),
-        (json.dumps([SYSTEM]), "row 2: prompt is a list or an object that was written as text"),
+        ([], ALONE, ALONE),
+        ([SYSTEM], ALONE, ALONE),
+        ([{"role": "user", "content": "a"}] * 2, NO_CHAT, None),
+        ([{"role": "assistant", "content": "a"}], NO_CHAT, ALONE),
+        ([{"role": "human", "content": "a"}], NO_CHAT, r"a role \(system, .*it has .*'human'"),
+        ([{"from": "user", "value": "a"}], NO_CHAT, "a role"),
+        ([{"role": "user", "content": None}], NO_CHAT, "a text as content"),
+        ([{"role": "user", "content": 5}], NO_CHAT, "a text as content"),
+        ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], NO_CHAT, "a text as con"),
+        (["hello"], NO_CHAT, "it has 'hello'"),
+        ([{"role": "user", "content": " "}], "the prompt is empty", "the prompt is empty"),
+        (json.dumps([SYSTEM]), "or an object that was written as text", "written as text"),
+        (str([{"role": "user", "content": "a"}]), "written as text", "written as text"),
     ],
 )
-def test_bad_chats_are_named(tmp_path, chat, message):
-    rows = [verl_row("fine", "x"), verl_row("", "x", prompt=chat)]
-    if isinstance(chat, str):  # a column of parquet has one type
-        rows[0]["prompt"] = "fine"
-    path = as_parquet(tmp_path / "a.parquet", rows)
-    with pytest.raises(ValueError, match=message) as error:
-        read_prompts(path, require_target=False)
-    assert str(error.value).startswith(f"data.train_files: {path}")
+def test_chats_that_cannot_be_read_are_named(tmp_path, chat, of_image, of_text):
+    path = write(tmp_path / "a.jsonl", '{"prompt": "fine"}\n' + json.dumps({"prompt": chat}))
+    for chats, message in ((False, of_image), (True, of_text)):
+        if message is not None:
+            words = rf"data\.train_files: {path}, line 2: .*{message}"
+            with pytest.raises(ValueError, match=words):
+                read_prompts(path, require_target=False, chats=chats)
 
 
 # --- Chats of a language model
@@ -354,27 +359,6 @@ def test_a_plain_text_and_an_image_prompt_have_no_messages(tmp_path):
     assert (prompt.messages, prompt.said) == ((), "a cat")
 
 
-@pytest.mark.parametrize(
-    ("chat", "message"),
-    [
-        ([], "a chat without a user message"),
-        ([SYSTEM], "a chat without a user message"),
-        ([{"role": "human", "content": "a"}], r"a role \(system, .*it has .*'human'"),
-        ([{"from": "user", "value": "a"}], "a role"),
-        ([{"role": "user", "content": None}], "a text as content"),
-        ([{"role": "user", "content": 5}], "a text as content"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a text as content"),
-        ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], "a text as content"),
-        (str([{"role": "user", "content": "a"}]), "is a list or an object .* written as text"),
-        (["hello"], "it has 'hello'"),
-        ([{"role": "user", "content": " "}], "the prompt is empty"),
-    ],
-)
-def test_chats_that_cannot_be_read_are_named(tmp_path, chat, message):
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*{message}"):
-        one_prompt(tmp_path, "jsonl", chat)
-
-
 def test_folders_without_a_file_or_with_several(dataset):
     with pytest.raises(ValueError, match=r"val_files: .* has none of test\.txt, .*: geneval, ocr"):
         read_prompts(dataset, require_target=False, key="data.val_files")
@@ -386,22 +370,15 @@ def test_folders_without_a_file_or_with_several(dataset):
 # --- Order
 
 
-@pytest.mark.parametrize(("count", "per_step"), [(12, 4), (10, 4), (7, 7), (5, 3), (3, 1)])
-def test_every_epoch_is_a_permutation(count, per_step):
+@pytest.mark.parametrize(("count", "per_step"), [(12, 4), (10, 4), (7, 7), (3, 1)])
+def test_every_epoch_is_a_permutation_in_any_order_of_steps(count, per_step):
     sampler = PromptSampler(some_prompts(count), per_step, seed=3)
-    stream = [prompt.index for step in range(3 * count) for prompt in sampler.step(step)]
+    steps = [sampler.step(step) for step in range(3 * count)]
+    stream = [prompt.index for step in steps for prompt in step]
     epochs = [stream[start : start + count] for start in range(0, len(stream), count)]
     assert len(epochs) == 3 * per_step
     assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
-
-
-def test_a_step_can_be_asked_in_any_order():
-    prompts = some_prompts(10)
-    walked = PromptSampler(prompts, 4, seed=5)
-    forward = [walked.step(step) for step in range(20)]
-    for step in (19, 0, 7, 3):
-        assert PromptSampler(prompts, 4, seed=5).step(step) == forward[step]
-        assert walked.step(step) == forward[step]
+    assert all(sampler.step(step) == steps[step] for step in (3 * count - 1, 0, 2))
 
 
 def test_seed_and_epoch_change_the_order():

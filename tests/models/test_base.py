@@ -1,94 +1,109 @@
-"""A setting that a model's class does not have is refused before anything is loaded."""
+"""Settings that a model's class or its checkpoint does not have are refused before weights load."""
 
 from __future__ import annotations
 
-from unittest.mock import Mock
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
-from support.runs import NAMES, VIDEO
-from support.tiny_models import TINY
+from diffusers import DPMSolverMultistepScheduler
+from support.runs import NAMES
+from support.tiny_models import TINY, VARIANTS
 
-from flowgrpo_rc.models import base
+from flowgrpo_rc.models.architecture import build_architecture
+from flowgrpo_rc.models.base import adapters_by_pipeline
+from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.sana import Sana
+from flowgrpo_rc.rollout.check_model import check_model
+from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, RolloutConfig
 
 P, V = "rollout.pipeline", "rollout.val_kwargs"
-BLUR = "data.negative_prompt=blur"
+TWO = "WanPipeline+transformer_2"
+QWEN = {"true_cfg_scale": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "words"),
+    ("name", "pipeline", "held_out", "words"),
     [
-        ("z_image", [f"{P}.max_sequence_length=0"], ["max_sequence_length=0", "1 to 512"]),
+        ("z_image", {"max_sequence_length": 0}, {}, "max_sequence_length=0.*1 to 512"),
+        ("sana", {}, {"guidance_scale": 0}, rf"{V}.guidance_scale=0.*1 \(none\) or more"),
+        ("sana", {}, {"num_frames": 5}, rf"{V}.num_frames=5 .*makes images"),
+        ("qwen", QWEN | {"guidance_scale": 3}, {}, rf"{P}.guidance_scale=3.*{P}.true_cfg_scale"),
+        ("qwen", QWEN, {"guidance_scale": 3}, rf"{V}.guidance_scale=3.*{V}.true_cfg_scale"),
+        ("qwen", {}, {}, rf"{P}.true_cfg_scale is not set"),
+        ("wan", {}, {}, rf"{P}.num_frames is not set.*WanPipeline"),
+        ("wan", {"guidance_scale_2": 3}, {}, rf"{P}.guidance_scale_2=3 .*one transformer; drop it"),
+        (TWO, {}, {"guidance_scale_2": 0.5}, rf"{V}.guidance_scale_2=0.5.*1 \(none\) or more"),
         (
-            "z_image",
-            [f"{P}.guidance_scale=0", f"{V}.guidance_scale=0", BLUR],
-            ["data.negative_prompt='blur'", f"{P}.guidance_scale above 0"],
-        ),
-        ("sana", [f"{V}.guidance_scale=0"], [f"{V}.guidance_scale=0", "1 (none) or more"]),
-        (
-            "qwen",
-            [f"{P}.true_cfg_scale=4", f"{P}.guidance_scale=3"],
-            [f"{P}.guidance_scale=3", f"{P}.true_cfg_scale"],
-        ),
-        (
-            "qwen",
-            [f"{P}.true_cfg_scale=1", BLUR, f"{P}.guidance_scale=4.5"],
-            ["data.negative_prompt='blur'", f"{P}.true_cfg_scale above 1"],
-        ),
-        ("wan", VIDEO, [f"{P}.num_frames is not set", "WanPipeline"]),
-        ("qwen", [f"{P}.true_cfg_scale=1", f"{P}.width=24"], ["width=24", "multiples of 16"]),
-        ("wan", [*VIDEO, f"{P}.num_frames=5", f"{P}.height=24"], ["height=24", "multiples of 16"]),
-        ("wan", [*VIDEO, f"{P}.num_frames=4"], [f"{P}.num_frames=4", "1, 5, ..."]),
-        ("wan", [*VIDEO, f"{P}.num_frames=5", f"{V}.num_frames=4"], [f"{V}.num_frames=4", "1, 5,"]),
-        (
-            "qwen",
-            [f"{P}.true_cfg_scale=1", f"{P}.guidance_scale=4.5", "trainer.suites=[ocr]"],
-            ["suite ocr: sampler.guidance_scale=4.5 has no effect"],
-        ),
-        ("z_image", [f"{V}.height=20"], [f"{V}.height=20", "multiples of 8"]),
-        ("sana", [f"{V}.width=0"], [f"{V}.width=0", "multiples of 32"]),
-        ("sana", [f"{V}.num_frames=5"], [f"{V}.num_frames=5", "makes images"]),
-        (
-            "qwen",
-            [f"{P}.true_cfg_scale=1", f"{P}.guidance_scale=4.5", f"{V}.guidance_scale=3"],
-            [f"{V}.guidance_scale=3", f"{V}.true_cfg_scale"],
-        ),
-        (
-            "schnell",
-            [f"{P}.guidance_scale=3.5"],
-            [f"{P}.guidance_scale=3.5", "set it to 1", f"{P}.true_cfg_scale"],
+            TWO,
+            {"guidance_scale": 1, "guidance_scale_2": 3},
+            {},
+            rf"{P}.guidance_scale_2=3 has no effect .*guidance_scale=1",
         ),
     ],
 )
-def test_a_setting_without_effect_or_meaning_is_refused_before_loading(
-    saved, train, capsys, monkeypatch, name, given, words
-):
-    folder = saved(NAMES[name])
-    capsys.readouterr()  # a checkpoint that is written for the first time shows progress bars
-    monkeypatch.setattr(base, "load_weights", Mock(side_effect=AssertionError("loaded")))
-    assert train(f"model.path={folder}", *given) == 2
-    *again, error = capsys.readouterr().err.splitlines()
-    assert all("given" in line for line in again), again
-    assert all(word in error for word in words), error
+def test_a_setting_of_no_effect_on_a_class(
+    name: str, pipeline: Mapping[str, float], held_out: Mapping[str, float], words: str
+) -> None:
+    rollout = RolloutConfig(
+        pipeline=PipelineConfig(**pipeline),  # type: ignore[arg-type]
+        val_kwargs=EvaluationConfig(**held_out),  # type: ignore[arg-type]
+    )
+    with pytest.raises(ValueError, match=words):
+        check_model(adapters_by_pipeline()[NAMES.get(name, name)], rollout)
 
 
 @pytest.mark.parametrize(
-    ("name", "scheduler", "given"),
+    ("name", "setting", "words"),
     [
-        ("wan", UniPCMultistepScheduler, [*VIDEO, "rollout.pipeline.num_frames=5"]),
-        ("sana", DPMSolverMultistepScheduler, []),
+        ("qwen", {"width": 24}, f"{V}.width=24: .*multiples of 16"),
+        ("z_image", {"height": 20}, f"{V}.height=20: .*multiples of 8"),
+        ("sana", {"width": 0}, f"{V}.width=0: .*multiples of 32"),
+        ("sd3", {"width": 2**14}, f"{V}.width=16384: .*multiples of .* up to "),
+        ("wan", {"height": 24}, f"{V}.height=24: .*multiples of 16"),
+        ("wan", {"num_frames": 4}, f"{V}.num_frames=4: .*1, 5, ..."),
+        ("schnell", {"guidance_scale": 3.5}, f"{V}.guidance_scale=3.5.*set it to 1.*true_cfg"),
     ],
 )
-def test_a_scheduler_that_is_no_flow_is_refused(train, capsys, tmp_path, name, scheduler, given):
-    pipeline = TINY[NAMES[name]].build()
-    pipeline.register_modules(scheduler=scheduler())
-    pipeline.save_pretrained(tmp_path / name)
-    assert train(f"model.path={tmp_path / name}", *given) == 2
-    error = capsys.readouterr().err
-    assert f"{scheduler.__name__}, does not walk the sigmas of a flow" in error
+def test_a_setting_that_a_checkpoint_does_not_take(
+    saved: Callable[[str], Path], name: str, setting: Mapping[str, float], words: str
+) -> None:
+    name = {**NAMES, "sd3": "StableDiffusion3Pipeline"}[name]
+    tiny = (TINY | VARIANTS)[name]
+    model = build_architecture(ModelConfig(path=str(saved(name))))
+    with pytest.raises(ValueError, match=words):
+        model.check(tiny.spec("sde", dict(tiny.unguided) | dict(setting)), V)
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter", "words"),
+    [
+        ({"boundary_ratio": None}, None, "has a transformer_2 and no boundary_ratio"),
+        ({"transformer_2": [None, None]}, None, "=0.8 and no transformer_2.*both transformers"),
+        ({}, "wan", "has a transformer_2.*trains one transformer; drop it"),
+    ],
+)
+def test_two_transformers_and_their_boundary(
+    saved: Callable[[str], Path],
+    tmp_path: Path,
+    settings: Mapping[str, object],
+    adapter: str | None,
+    words: str,
+) -> None:
+    folder = Path(shutil.copytree(saved(TWO), tmp_path / "changed"))
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | dict(settings)))
+
+    def build_and_check() -> None:
+        model = build_architecture(ModelConfig(path=str(folder), adapter=adapter))
+        model.check(TINY[TWO].spec("sde", TINY[TWO].unguided), V)
+
+    with pytest.raises(ValueError, match=rf"^model\.path.*{words}"):
+        build_and_check()
 
 
 def test_sana_starts_at_pure_noise_and_keeps_the_other_sigmas_of_its_solver() -> None:
@@ -109,9 +124,8 @@ def test_sana_starts_at_pure_noise_and_keeps_the_other_sigmas_of_its_solver() ->
     np.testing.assert_allclose(sigmas, wanted, rtol=1e-6)
 
 
-def test_a_pipeline_without_adapter_names_those_that_have_one(train, capsys, tmp_path):
+def test_a_pipeline_without_adapter_names_those_that_have_one(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
-    assert train(f"model.path={tmp_path}") == 2
-    error = capsys.readouterr().err
-    assert "PixArtAlphaPipeline" in error
-    assert ", ".join(sorted(TINY)) in error
+    names = ", ".join(sorted(TINY)).replace("+", r"\+")
+    with pytest.raises(ValueError, match=rf"is a PixArtAlphaPipeline; adapters exist for {names}"):
+        build_architecture(ModelConfig(path=str(tmp_path)))

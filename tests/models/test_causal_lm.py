@@ -44,11 +44,11 @@ def test_end_and_pad_tokens(lm: CausalLM, tiny_lm: Path) -> None:
     lm.network.generation_config = GenerationConfig()
     for end in (None, 15, -1):  # of 15 tokens
         lm.network.generation_config = GenerationConfig(eos_token_id=end)
-        with pytest.raises(ValueError, match="names an end-of-sequence token"):
+        with pytest.raises(ValueError, match=r"has to name an end-of-sequence token"):
             CausalLM(lm.network, lm.tokenizer, CPU)
     for end in ("1", ["a"], 2.5, [[1]], True):
         lm.network.generation_config.eos_token_id = end
-        with pytest.raises(ValueError, match=r"eos_token_id is .* whole numbers"):
+        with pytest.raises(ValueError, match=r"eos_token_id is .* by whole numbers"):
             CausalLM(lm.network, lm.tokenizer, CPU)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.runs import VIDEO
 from support.subjects import Subject, make_subject
 from support.tiny_models import TINY, one_step_unipc, wan
 
@@ -134,49 +131,6 @@ def test_training_goes_on_from_both_files_of_an_export(subject: Subject, tmp_pat
     second.unlink()
     with pytest.raises(ValueError, match=r"there is no transformer_2/pytorch_lora_weights"):
         add_lora(subject.load(), subject.config(lora_path=str(tmp_path)), seed=0)
-
-
-def changed(subject: Subject, folder: Path, **settings: object) -> Path:
-    """Copies the checkpoint with other settings in its model_index.json."""
-    copied = Path(shutil.copytree(subject.folder, folder / "changed"))
-    index = json.loads((copied / "model_index.json").read_text())
-    (copied / "model_index.json").write_text(json.dumps(index | settings))
-    return copied
-
-
-@pytest.mark.parametrize(
-    ("settings", "given", "words"),
-    [
-        ({"boundary_ratio": None}, (), ["has a transformer_2 and no boundary_ratio"]),
-        (
-            {"transformer_2": [None, None]},
-            (),
-            ["boundary_ratio=0.8 and no transformer_2", "both transformers"],
-        ),
-        ({}, ("model.adapter=wan",), ["has a transformer_2", "trains one transformer; drop it"]),
-        (
-            {},
-            ("rollout.pipeline.guidance_scale=1", "rollout.pipeline.guidance_scale_2=3"),
-            ["rollout.pipeline.guidance_scale_2=3.0 has no effect", "guidance_scale=1.0"],
-        ),
-        (
-            {},
-            ("rollout.val_kwargs.guidance_scale_2=0.5",),
-            ["rollout.val_kwargs.guidance_scale_2=0.5", "1 (none) or more"],
-        ),
-        (
-            {"transformer_2": [None, None], "boundary_ratio": None},
-            ("rollout.pipeline.guidance_scale_2=3",),
-            ["rollout.pipeline.guidance_scale_2=3.0 has no effect", "one transformer; drop it"],
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(subject, train, capsys, tmp_path, settings, given, words):
-    folder = changed(subject, tmp_path, **settings)
-    video = (*VIDEO, "rollout.pipeline.num_frames=5")
-    assert train(f"model.path={folder}", *video, *given) == 2
-    error = capsys.readouterr().err
-    assert all(word in error for word in words), error
 
 
 @pytest.mark.parametrize(("scale", "second"), [(1.0, 1.0), (5.0, 3.0), (3.0, 2.0)])

@@ -5,19 +5,18 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from flowgrpo_rc.models.causal_lm import gradient_checkpointing
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 # Settings of many models, by the value that makes them small.
 NAMES = {
     0: ("pad_token_id",),
-    2: ("num_hidden_layers", "n_layer", "decoder_layers", *EXPERTS),
+    2: ("num_hidden_layers", "n_layer", "decoder_layers"),
     4: ("num_attention_heads", "n_head", "decoder_attention_heads", "num_key_value_heads"),
     8: ("head_dim",),
-    16: ("moe_intermediate_size",),
     32: ("hidden_size", "n_embd", "d_model"),
     40: ("vocab_size",),
     48: ("intermediate_size", "ffn_dim"),
@@ -50,31 +49,13 @@ def outcome(network: Any, ids: torch.Tensor, *, checkpointed: bool) -> list[torc
     return [log_probs.detach(), *grads]
 
 
-def test_every_language_model_with_dropout() -> None:
+@pytest.mark.parametrize("model_type", ["biogpt", "gpt2", "llama", "opt", "xglm"])
+def test_language_models_with_dropout(model_type: str) -> None:
     ids = torch.randint(3, 39, (2, 7), generator=torch.Generator().manual_seed(0))
-    compared, wrong = [], []
-    for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
-        # What needs a package, or other sizes than these, is left out.
-        try:
-            config = tiny(config_class)
-            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-            with torch.device("meta"):
-                size = sum(p.numel() for p in model_class(config).parameters())
-            if size > 2_000_000:
-                continue
-            torch.manual_seed(0)
-            network = model_class(config).eval()
-            plain = outcome(network, ids, checkpointed=False)
-        except Exception:
-            continue
-        try:
-            saved = outcome(network, ids, checkpointed=True)
-            same = all(torch.allclose(*pair, atol=1e-5) for pair in zip(plain, saved, strict=True))
-        except Exception as error:
-            same = str(error)
-        compared.append(config.model_type)
-        if same is not True:
-            wrong.append((config.model_type, same))
-    assert wrong == []
-    assert {"opt", "biogpt", "xglm", "gpt2", "llama"} <= set(compared)
-    assert len(compared) > 100
+    config = tiny(CONFIG_MAPPING[model_type])
+    torch.manual_seed(0)
+    network = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    plain, saved = (outcome(network, ids, checkpointed=again) for again in (False, True))
+    assert len(plain) > 5
+    for ours, theirs in zip(plain, saved, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

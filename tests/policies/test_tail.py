@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.policies.flow import FlowPolicy, sample_trajectory
+from flowgrpo_rc.policies.flow import FlowPolicy, SdeWindow, sample_trajectory
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.75, 0.6, 0.4, 0.3, 0.1, 0.0], dtype=torch.float64)
 SCHEDULE = Schedule(SIGMAS, SIGMAS[:-1] * 1000)
@@ -26,8 +26,10 @@ def walk(window: list[list[int]], tail_start: int, tail: str = "ab2") -> tuple[T
         SCHEDULE,
         torch.ones((len(window), 4), dtype=torch.float64),
         spec,
-        torch.tensor(window),
-        lambda step: torch.full((len(window), 4), 0.5, dtype=torch.float64),
+        SdeWindow(
+            torch.tensor(window),
+            lambda step: torch.full((len(window), 4), 0.5, dtype=torch.float64),
+        ),
     )
     return found.window_latents[:, -1], found.final
 

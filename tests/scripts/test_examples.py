@@ -28,7 +28,7 @@ from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.models.vae import keep_channels_last
-from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.policies.flow import FlowPolicy, no_window
 
 EXAMPLES = ROOT / "examples"
 CPU = torch.device("cpu")
@@ -83,9 +83,8 @@ def test_the_example_of_a_user_s_model_is_its_stock_pipeline_and_trains(tmp_path
     positive, negative = (
         model.encode(texts, max_sequence_length=16) for texts in (["a cat", "HELP"], ["blur", ""])
     )
-    nothing = torch.empty((2, 0), dtype=torch.int64)
     ours = FlowPolicy(model, model.transformer).rollout(
-        latents, positive, negative, spec, nothing, lambda _: latents
+        latents, positive, negative, spec, no_window(2, latents.device)
     )
     stock = DiffusionPipeline.from_pretrained(folder)
     stock.set_progress_bar_config(disable=True)

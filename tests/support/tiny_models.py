@@ -23,7 +23,6 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     DiffusionPipeline,
-    DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
@@ -94,8 +93,6 @@ class Tiny:
       unguided, guided: the model's own guidance, as `rollout.pipeline` and the stock pipeline call
         it.
       num_frames: of a video.
-      steps_are_eulers: the checkpoint's own scheduler computes its steps as ours does, and not in
-        another order.
       image_sizes: width and height of the condition images of the first prompt, then of the second,
         which the model gets at `condition_pixels`.
       stock_latents: makes what the stock pipeline calls its latents from ours.
@@ -106,7 +103,6 @@ class Tiny:
     unguided: Mapping[str, float]
     guided: Mapping[str, float]
     num_frames: int | None = None
-    steps_are_eulers: bool = True
     image_sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
     condition_pixels: int = 1024 * 1024
     packages: tuple[str, ...] = ()
@@ -406,7 +402,7 @@ def _wan_transformer() -> WanTransformer3DModel:
     )
 
 
-def sana(*, scheduler: Callable[[], SchedulerMixin] = euler) -> SanaPipeline:
+def sana() -> SanaPipeline:
     marks = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁"]
     tokenizer = GemmaTokenizer(vocab={c: i for i, c in enumerate([*marks, *string.printable])})
     # Each line of what Gemma is told before a prompt becomes one token.
@@ -451,20 +447,19 @@ def sana(*, scheduler: Callable[[], SchedulerMixin] = euler) -> SanaPipeline:
             sample_size=16,
             **_TRANSFORMER,
         ),
-        scheduler=scheduler(),
+        scheduler=euler(),
     )
 
 
-_ONE_STEP: dict[str, Any] = {
-    "prediction_type": "flow_prediction",
-    "use_flow_sigmas": True,
-    "flow_shift": 3.0,
-    "solver_order": 1,
-}
-# The schedulers of Sana's and Wan's checkpoints at order 1: their steps are Euler's. With so many
-# training timesteps Sana's starts next to sigma 1, where the adapter starts.
-one_step_dpm = partial(DPMSolverMultistepScheduler, num_train_timesteps=10**6, **_ONE_STEP)
-one_step_unipc = partial(UniPCMultistepScheduler, disable_corrector=list(range(100)), **_ONE_STEP)
+# The scheduler of Wan's checkpoints at order 1: its steps are Euler's.
+one_step_unipc = partial(
+    UniPCMultistepScheduler,
+    disable_corrector=list(range(100)),
+    prediction_type="flow_prediction",
+    use_flow_sigmas=True,
+    flow_shift=3.0,
+    solver_order=1,
+)
 
 _FLUX = Tiny(
     build=partial(flux, guidance_embeds=True),
@@ -487,7 +482,6 @@ _WAN_TWO_STAGE = replace(
     guided={"guidance_scale": 5.0, "guidance_scale_2": 3.0},
 )
 _Z_IMAGE = Tiny(build=z_image, unguided={"guidance_scale": 0.0}, guided={"guidance_scale": 4.0})
-_SANA = Tiny(build=sana, unguided={"guidance_scale": 1.0}, guided={"guidance_scale": 4.5})
 
 # By what `FlowModel.serves` returns, as adapters are found.
 TINY = {
@@ -507,7 +501,9 @@ TINY = {
     "QwenImagePipeline": Tiny(
         build=qwen_image, unguided={"true_cfg_scale": 1.0}, guided={"true_cfg_scale": 4.0}
     ),
-    "SanaPipeline": _SANA,
+    "SanaPipeline": Tiny(
+        build=sana, unguided={"guidance_scale": 1.0}, guided={"guidance_scale": 4.5}
+    ),
     "WanPipeline": _WAN,
     "WanPipeline+transformer_2": _WAN_TWO_STAGE,
     "ZImagePipeline": _Z_IMAGE,
@@ -522,9 +518,5 @@ VARIANTS = {
     ),
     # Not all of its images are multiples of what a token covers.
     "flux2_klein_edits": replace(_KLEIN, image_sizes=_SIZES),
-    "wan_unipc": replace(
-        _WAN, build=partial(wan, scheduler=one_step_unipc), steps_are_eulers=False
-    ),
-    "sana_dpm": replace(_SANA, build=partial(sana, scheduler=one_step_dpm), steps_are_eulers=False),
     "wan_ti2v": replace(_WAN, build=partial(wan, expand_timesteps=True)),
 }

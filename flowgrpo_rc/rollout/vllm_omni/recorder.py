@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,7 @@ from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.distributed.numerics import rounds_to_tf32
 from flowgrpo_rc.models.base import Schedule
-from flowgrpo_rc.policies.flow import Trajectory, Velocity, sample_trajectory
+from flowgrpo_rc.policies.flow import SdeWindow, Trajectory, Velocity, sample_trajectory
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 EXTRA = "rollout"  # the key under which a request carries its Sample, and an output its record
@@ -148,9 +149,11 @@ class Recorder:
                 self.device
             ),
             first.spec,
-            torch.stack([sample.window for sample in samples]).to(self.device),
-            lambda step: normal(first.shape, seeds, "step", step).to(self.device),
-            keep_means=first.keep_means,
+            SdeWindow(
+                torch.stack([sample.window for sample in samples]).to(self.device),
+                partial(normal, first.shape, seeds, "step"),
+                first.keep_means,
+            ),
         )
         return self._record.final
 

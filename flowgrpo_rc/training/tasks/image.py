@@ -23,7 +23,7 @@ from flowgrpo_rc.monitoring.conditioning import EVERY, conditioning_error
 from flowgrpo_rc.monitoring.noise import observe_noise
 from flowgrpo_rc.monitoring.pictures import observe_pictures
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
-from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.policies.flow import FlowPolicy, no_window
 from flowgrpo_rc.records.samples import Shown, film_strips, save_animation, save_grid, with_sources
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import ImageRequest
@@ -128,8 +128,7 @@ class ImageTask(Task):
             conditioning,
             negative,
             spec,
-            torch.empty((len(prompts), 0), dtype=torch.int64, device=model.device),
-            lambda step: latents,  # never asked: no step of an empty window is stochastic
+            no_window(len(prompts), model.device),
         )
         return HeldOut(model.decode(trajectory.final, spec) if decode else None, trajectory.final)
 
