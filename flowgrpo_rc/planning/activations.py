@@ -145,7 +145,8 @@ def phase_bytes(phase: str, run: RunSpec, model: FlowModel, samples: int) -> int
         inputs = blank_inputs(model, rows, spec)
         # Checkpointing computes a block again in the backward, in the same precision.
         with PeakMemory() as memory, as_on_a_card(config):
-            model.velocity(network, *inputs, spec).square().mean().backward()
+            velocity = model.velocity(network, *inputs, spec)
+            velocity.square().mean().backward()
         return memory.peak
 
     if phase in ("decoding", "shown"):
