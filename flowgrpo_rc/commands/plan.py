@@ -7,7 +7,6 @@ import argparse
 from dataclasses import asdict
 
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
-from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.planning.fit import Fitter, Proposal, gib_of
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
@@ -37,5 +36,5 @@ def planned(
     """
     check_planned(spec.machine.num_processes, nodes, tflops)
     size = None if fit is None else gib_of(fit)
-    job = job_of(spec, config_folder() / "architectures", nodes=nodes)
+    job = job_of(spec, nodes=nodes)
     return make_plan(job, tflops=tflops) if size is None else Fitter(job).fit(size)

@@ -19,7 +19,7 @@ from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.models.block_cache import middle_blocks
 from flowgrpo_rc.models.lora import reference_policy
 from flowgrpo_rc.planning.activations import blank_inputs, measured, to_train
-from flowgrpo_rc.planning.weights import Job
+from flowgrpo_rc.planning.weights import Job, networks_of
 from flowgrpo_rc.planning.work import HELD_OUT, guidance, passes
 from flowgrpo_rc.spec.check_inputs import prompts_of
 
@@ -105,7 +105,7 @@ def _encoding(job: Job, tokens: int) -> int:
     """Counts the operations of text encoders on a prompt; those on its images are left out."""
     model, spec = job.model, job.config.rollout.spec()
     with torch.no_grad(), _counting() as counter:
-        for name, encoder in job.networks.items():
+        for name, encoder in networks_of(model).items():
             if not name.startswith("text_encoder"):
                 continue
             is_clip = type(encoder).__name__.startswith("CLIP")

@@ -23,7 +23,7 @@ def phases(job: Job, activations: Mapping[str, int]) -> list[Row]:
         formula += ", or a flat copy of the gradients"
     steps = [("update", update, formula)]
     idle = config.model.offload_idle
-    vae = job.parts["vae"] if idle else 0
+    vae = job.network_bytes["vae"] if idle else 0
     in_vae = f"the {job.vae_dtype} VAE{', and the VAE' if idle else ''}"
     if not config.rollout.workers:
         sampling = activations["rollout"]
@@ -34,9 +34,9 @@ def phases(job: Job, activations: Mapping[str, int]) -> list[Row]:
         steps.append(("rollout", sampling, formula))
         formula = f"activations of {samples['decoding']} samples in {in_vae}"
         steps.append(("decoding", activations["decoding"] + vae, formula))
-    encoders = job.others - job.parts["vae"]
+    encoders = job.others - job.network_bytes["vae"]
     if config.model.prompt_cache is not None:
-        others = total(memory(job)) - job.parts["vae"] + vae
+        others = total(memory(job)) - job.network_bytes["vae"] + vae
         formula = f"{as_size(encoders)} of text encoders, before all but the VAE"
         steps.append(("first pass", max(0, encoders - others), formula))
     elif idle:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
@@ -20,7 +21,9 @@ from flowgrpo_rc.planning.weights import (
     Row,
     as_size,
     beside_tensors,
+    bytes_of_networks,
     memory,
+    networks_of,
     numbers_in,
     on_the_host,
     total,
@@ -95,8 +98,8 @@ class Plan:
 
 def make_plan(job: Job, *, measure: bool = True, tflops: float = RATE) -> Plan:
     """Plans a run on cards of so many TFLOP a second; to `measure` takes a minute or two."""
-    networks = job.networks.items()
-    parameters = [(name, numbers_in(part), type(part).__name__) for name, part in networks]
+    networks = networks_of(job.model).items()
+    parameters = [(name, numbers_in(network), type(network).__name__) for name, network in networks]
     share = 100 * job.trained / numbers_in(job.model.network)
     whose = "transformers" if len(job.model.networks) > 1 else "transformer"
     parameters.append(("LoRA", job.trained, f"trained: {share:.2f}% of the {whose}"))
@@ -126,10 +129,10 @@ def make_plan(job: Job, *, measure: bool = True, tflops: float = RATE) -> Plan:
     )
 
 
-def job_of(spec: RunSpec, architectures: Path, *, nodes: int = 1) -> Job:
+def job_of(spec: RunSpec, *, nodes: int = 1) -> Job:
     """Checks settings and builds their model without weights, spread evenly over `nodes`.
 
-    Pipelines of hub ids may lie in `architectures`. ValueError if the settings cannot work.
+    ValueError if the settings cannot work.
     """
     config = spec.settings
     if config.model.kind != "diffusion":
@@ -138,12 +141,13 @@ def job_of(spec: RunSpec, architectures: Path, *, nodes: int = 1) -> Job:
         )
     path: Path | str = Path(config.model.path).expanduser()
     if not Path(path).exists():
+        architectures = config_folder() / "architectures"
         path = find_architecture(config.model.path, architectures) or config.model.path
     # An exported LoRA to start from changes no size.
     spec = spec.with_sections(model=replace(config.model, path=str(path), lora_path=None))
     built = check_plan(spec)
     assert built is not None, "a flow model"
-    job = Job(spec=spec, model=built, nodes=nodes)
+    job = Job(spec=spec, model=built, network_bytes=bytes_of_networks(built), nodes=nodes)
     tokenizer = job.tokenizers.get("tokenizer")
     if type(tokenizer).__name__.startswith("CLIP"):  # as the stock pipeline does
         built.pipeline.tokenizer_max_length = tokenizer.model_max_length

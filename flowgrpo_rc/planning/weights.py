@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Job:
 
     spec: RunSpec  # of a flow model
     model: FlowModel  # on the meta device, with its LoRA
+    network_bytes: Mapping[str, int]  # from `bytes_of_networks`, for all settings of the model
     nodes: int = 1  # machines that they are spread over, evenly
 
     @property
@@ -62,22 +63,12 @@ class Job:
         """How the frozen weights are spread: `ddp` or `fsdp2`."""
         return "ddp" if self.processes == 1 else resolve_strategy(self.config.trainer.strategy)
 
-    @property
-    def networks(self) -> dict[str, nn.Module]:
-        """The networks of the pipeline by name."""
-        return _networks(self.model)
-
     @cached_property
     def tokenizers(self) -> dict[str, Any]:
         """The tokenizers by name; empty for an architecture, which has none."""
         folder = Path(self.config.model.path)
         has_none = folder.is_dir() and not (folder / "tokenizer").is_dir()
         return {} if has_none else load_tokenizers(self.config.model)
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """The bytes of each network, without the LoRA."""
-        return _bytes_of_networks(self.model)
 
     @property
     def vae_dtype(self) -> str:
@@ -102,12 +93,12 @@ class Job:
     @property
     def transformers(self) -> int:
         """The bytes of the transformers, without the LoRA."""
-        return sum(self.parts[name] for name in self.model.networks)
+        return sum(self.network_bytes[name] for name in self.model.networks)
 
     @property
     def others(self) -> int:
         """The bytes of text encoders and VAE."""
-        return sum(self.parts.values()) - self.transformers
+        return sum(self.network_bytes.values()) - self.transformers
 
     @cached_property
     def trained(self) -> int:
@@ -127,8 +118,8 @@ class Job:
     @property
     def engine(self) -> int:
         """The bytes of an engine that has a pipeline of its own."""
-        vae = self.parts["vae"]
-        others = self.in_rollout(sum(self.parts.values()) + self.saved - vae)
+        vae = self.network_bytes["vae"]
+        others = self.in_rollout(sum(self.network_bytes.values()) + self.saved - vae)
         itemsize = DTYPES[self.config.rollout.dtype].itemsize
         return others + vae // DTYPES[self.vae_dtype].itemsize * itemsize
 
@@ -138,14 +129,15 @@ class Job:
         return itemsize * size // DTYPES[self.config.model.dtype].itemsize
 
 
-def _networks(model: FlowModel) -> dict[str, nn.Module]:
+def networks_of(model: FlowModel) -> dict[str, nn.Module]:
+    """Returns the networks of a pipeline by name."""
     components = model.pipeline.components.items()
     return {name: part for name, part in components if isinstance(part, nn.Module)}
 
 
-@lru_cache(maxsize=4)  # `plan --fit` asks it of thousands of settings of one model
-def _bytes_of_networks(model: FlowModel) -> dict[str, int]:
-    return {name: _num_bytes(part) for name, part in _networks(model).items()}
+def bytes_of_networks(model: FlowModel) -> dict[str, int]:
+    """Returns the bytes of each network, without the LoRA."""
+    return {name: _num_bytes(network) for name, network in networks_of(model).items()}
 
 
 def numbers_in(part: nn.Module) -> int:
@@ -174,7 +166,7 @@ def memory(job: Job) -> list[Row]:
     others = job.others
     where = f"{config.model.dtype} encoders, {job.vae_dtype} VAE"
     if config.model.prompt_cache is not None:
-        others = job.parts["vae"]
+        others = job.network_bytes["vae"]
         where = f"{job.vae_dtype} VAE; encoders only in the first pass"
     if config.model.offload_idle:
         where = f"on the CPU; {as_size(others)} while at work"
@@ -193,7 +185,7 @@ def memory(job: Job) -> list[Row]:
         rows.append(("reference", lora, _OF_LORA))
     name, copy, formula = _copy_that_samples(job)
     if config.rollout.workers:
-        worker = sum(job.parts.values()) - sum(job.on_host) + lora + copy
+        worker = sum(job.network_bytes.values()) - sum(job.on_host) + lora + copy
         copy = 0
         formula = f"in workers, each with a whole model: {as_size(worker)}"
     rows.append((name, copy, formula))
@@ -253,7 +245,9 @@ def on_the_host(job: Job) -> list[Row]:
     idle = 0
     beside = ""
     if model.offload_idle or first_pass:
-        idle = job.others + sum(job.on_host) - (0 if model.offload_idle else job.parts["vae"])
+        idle = (
+            job.others + sum(job.on_host) - (0 if model.offload_idle else job.network_bytes["vae"])
+        )
         beside = ", beside the idle models"
         formula = f"what {processes} process(es) offload: {as_size(idle)} each, pinned"
         rows.append(("idle models", processes * idle, formula))
@@ -262,7 +256,7 @@ def on_the_host(job: Job) -> list[Row]:
         rows.append(("sleeping engines", processes * (idle + job.engine), formula))
     if first_pass:
         idle += job.transformers  # on the host in the first pass over prompts
-    loading = (processes - 1) * idle + sum(job.parts.values()) + job.saved
+    loading = (processes - 1) * idle + sum(job.network_bytes.values()) + job.saved
     formula = f"a pipeline{beside}; several where more memory is free"
     return [*rows, ("while loading", loading, formula)]
 

@@ -90,7 +90,7 @@ def test_fake_tensors_find_what_real_ones_need(saved: Any, name: str) -> None:
         *("actor.ppo_micro_batch_size_per_gpu=4", *(video if TINY[name].num_frames else ())),
     )
     model = make_subject(name, saved).load()
-    for part, size in run.parts.items():
+    for part, size in run.network_bytes.items():
         network = getattr(model.pipeline, part)
         tensors = (*network.parameters(), *network.buffers())
         assert size == sum(tensor.nbytes for tensor in tensors), part
@@ -125,7 +125,7 @@ def test_phases_follow_each_other() -> None:
     assert sizes(SD35, "rollout.workers=1") == trainer
     never = ("trainer.val_before_train=false", "trainer.test_freq=-1")
     assert sizes(SD35, *never) == {"update": 5 * GIB} | rollout
-    parts = job(SD35).parts
+    parts = job(SD35).network_bytes
     offloaded = sizes(SD35, "model.offload_idle=true")
     assert offloaded["decoding"] == 3 * GIB + parts["vae"]
     assert offloaded["evaluation"] == 4 * GIB + parts["vae"]
@@ -138,14 +138,14 @@ def test_a_first_pass_takes_the_place_of_the_transformer(offload: bool) -> None:
     """Text encoders are on the card before anything else but the VAE, and then no more."""
     settings = (SD35, f"model.offload_idle={str(offload).lower()}")
     plain, run = job(*settings), job(*settings, "model.prompt_cache=memory")
-    vae = 0 if offload else run.parts["vae"]
+    vae = 0 if offload else run.network_bytes["vae"]
     rows = {name: size for name, size, _ in memory(run)}
     assert rows["text encoders, VAE"] == vae
-    encoders = run.others - run.parts["vae"]
+    encoders = run.others - run.network_bytes["vae"]
     expected = {"first pass": encoders - sum(rows.values()) + vae, **sizes(*settings)}
     expected.pop("encoding", None)
     assert sizes(*settings, "model.prompt_cache=memory") == expected
-    assert on_the_host(run)[0][1] == encoders + run.parts["vae"] - vae
+    assert on_the_host(run)[0][1] == encoders + run.network_bytes["vae"] - vae
     assert [row[0] for row in counts(run) if row not in counts(plain)] == ["kept prompts"]
 
 
@@ -167,7 +167,7 @@ def test_an_engine_that_sleeps_counts_while_it_samples_and_else_on_the_host() ->
     assert beside_tensors(run, 0)[0][1] == 2 * CONTEXT
     awake = sizes(SD35, *engine)
     asleep = sizes(SD35, *engine, "+rollout.engine_kwargs.sleep=true")
-    whole = sum(run.parts.values())
+    whole = sum(run.network_bytes.values())
     assert asleep["rollout"] - awake["rollout"] == pytest.approx(whole, rel=0.03)
     assert asleep["decoding"] == awake["decoding"]
     qwen = job(QWEN, processes=4)
@@ -217,7 +217,7 @@ def test_split_weights_are_gathered_block_by_block(
 def test_the_host() -> None:
     run = job("+experiment=sd35_medium_ocr_8xh100", "model.offload_idle=true", processes=8)
     rows = {name: size for name, size, _ in on_the_host(run)}
-    parts = run.parts
+    parts = run.network_bytes
     idle = sum(parts.values()) - parts["transformer"]
     assert rows == {"idle models": 8 * idle, "while loading": 8 * idle + parts["transformer"]}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.compositions import checked_config, resolved
 from support.marks import slow_but
-from support.plans import ARCHITECTURES, job
+from support.plans import job
 from support.runs import NFT, VIDEO, Train
 from support.tiny_models import TINY, Tiny, png
 from torch import nn
@@ -70,7 +70,7 @@ def step(
     def run(*settings: str) -> tuple[Mapping[str, int], Mapping[str, int]]:
         assert train(*SETTINGS, *settings) == 0
         config = checked_config(compose_config([*overrides, *SETTINGS, *settings]))
-        asked = job_of(resolved(config), ARCHITECTURES)
+        asked = job_of(resolved(config))
         size, parts = operations(asked), passes(asked)
         planned = {kind: number * size[kind] for _, number, _, kind in parts[-2:]}
         whole = sum(number * size[kind] for _, number, _, kind in parts)
