@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,13 @@ EVERY = (2, 3, 4)  # the values of rollout.cache.every that are tried
 class Saving(NamedTuple):
     """A cheaper rollout that was tried, and what its samples are worth."""
 
-    settings: Mapping[str, Any]  # that make it, by key
+    settings: Mapping[str, object]  # that make it, by key
     saved: float  # share of the block evaluations of a sample
     agreement: float  # correlation of its advantages with those of the full rollout; nan for none
     mismatch: float = 0.0  # mean |log-prob of the trainer - of the rollout|, before any update
     carried: bool = True  # whether the loss makes room for it
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Returns it for calibration.json and for a table."""
         settings = {key.rpartition(".")[2]: value for key, value in self.settings.items()}
         return settings | {name: getattr(self, name) for name in self._fields[1:]}

@@ -475,7 +475,7 @@ def test_the_cache_that_saves_most_and_agrees_is_written(
     [
         (["--cache"], "rollout.cache.every has nothing to reuse"),
         (["--tail", "rollout.algo.sde_window_range=[1,4]"], "--tail: no step lies behind"),
-        (["--mode", "both"], "--mode both: allowed are auto, bypass, decoupled"),
+        (["--mode", "both"], "--mode='both': allowed are auto, bypass, decoupled"),
         (["--prompts", "0"], "--prompts 0: give at least 1"),
         (["--name", "a/b"], "--name a/b"),
         (["data.replay_dir=/nowhere"], "calibrate measures an engine"),
