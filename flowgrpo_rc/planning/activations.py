@@ -106,15 +106,9 @@ def samples_at_once(run: RunSpec) -> Mapping[str, int]:
 
 
 def phase_bytes(phase: str, run: RunSpec, model: FlowModel, samples: int) -> int:
-    """Measures the activations of one phase, in bytes.
+    """Measures the activations of one phase of `samples_at_once`, in bytes.
 
     Of several transformers the first is measured: each row goes through one of them.
-
-    Args:
-      phase: of `samples_at_once`.
-      run: the settings.
-      model: on the meta device, with its LoRA.
-      samples: how many are at work at once.
     """
     config = run.settings
     is_held_out = phase in ("evaluation", "shown")  # made by the trainer's network
@@ -181,15 +175,11 @@ def blank_inputs(
 def measured(
     network: nn.Module, measure: Callable[[nn.Module], int], dtype: torch.dtype | None = None
 ) -> int:
-    """Returns the number that a function finds on a network whose tensors are fakes.
+    """Returns the number that a function finds on copies of a network whose tensors are fakes.
 
     What a transformer needs grows evenly with its blocks. Where they are many, copies with 1, 2 and
-    3 of each kind are measured in its place.
-
-    Args:
-      network: on the meta device; it is not changed.
-      measure: called with copies of it.
-      dtype: of their floating-point tensors; None for their own.
+    3 of each kind are measured in its place. `dtype` is that of their floating-point tensors, None
+    for their own.
     """
     runs = _runs(network)
 

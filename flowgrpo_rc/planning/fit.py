@@ -12,7 +12,6 @@ from itertools import product
 import torch
 
 from flowgrpo_rc.config.names import CARD
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
 from flowgrpo_rc.planning.phases import at_peak, phases
 from flowgrpo_rc.planning.weights import CONTEXT, Job, as_size, beside_tensors, memory, total
@@ -94,20 +93,15 @@ class Proposal:
     gib: float
 
     @property
-    def config(self) -> Config:
-        """The settings."""
-        return self.spec.config
-
-    @property
     def overrides(self) -> Sequence[str]:
         """The settings of memory as overrides."""
-        model = self.config.model
+        config = self.spec.config
         return [
-            f"model.gradient_checkpointing={str(model.gradient_checkpointing).lower()}",
-            f"model.offload_idle={str(model.offload_idle).lower()}",
-            f"model.decode_batch_size={model.decode_batch_size}",
+            f"model.gradient_checkpointing={str(config.model.gradient_checkpointing).lower()}",
+            f"model.offload_idle={str(config.model.offload_idle).lower()}",
+            f"model.decode_batch_size={config.model.decode_batch_size}",
             f"rollout.micro_batch_size_per_gpu={self.spec.chunk_size}",
-            f"actor.ppo_micro_batch_size_per_gpu={self.config.actor.ppo_micro_batch_size_per_gpu}",
+            f"actor.ppo_micro_batch_size_per_gpu={config.actor.ppo_micro_batch_size_per_gpu}",
         ]
 
     @property
@@ -118,7 +112,7 @@ class Proposal:
     def __repr__(self) -> str:
         fits, needs = ("fits", "peak") if self.fits else ("does not fit", "it needs at least")
         return (
-            f"{self.config.trainer.experiment_name} {fits} a card of {self.gib:g} GiB with "
+            f"{self.spec.config.trainer.experiment_name} {fits} a card of {self.gib:g} GiB with "
             f"{HEADROOM:.0%} to spare: {needs} {as_size(self.peak)} with\n"
             f"  {' '.join(self.overrides)}"
         )

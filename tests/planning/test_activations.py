@@ -291,7 +291,7 @@ def test_a_card_gets_the_fastest_settings_that_fit() -> None:
     assert places == sorted(places, reverse=True)
     assert len(set(places)) >= 4
     for proposal in proposals:
-        assert mini % proposal.config.actor.ppo_micro_batch_size_per_gpu == 0
+        assert mini % proposal.spec.config.actor.ppo_micro_batch_size_per_gpu == 0
 
 
 @pytest.mark.parametrize(
