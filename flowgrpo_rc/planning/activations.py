@@ -173,7 +173,7 @@ def blank_inputs(
 
 
 def measured(
-    network: nn.Module, measure: Callable[[nn.Module], int], dtype: torch.dtype | None = None
+    network: Any, measure: Callable[[nn.Module], int], dtype: torch.dtype | None = None
 ) -> int:
     """Returns the number that a function finds on copies of a network whose tensors are fakes.
 

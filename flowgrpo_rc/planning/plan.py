@@ -149,7 +149,8 @@ def job_of(spec: RunSpec, *, nodes: int = 1) -> Job:
     assert built is not None, "a flow model"
     job = Job(spec=spec, model=built, network_bytes=bytes_of_networks(built), nodes=nodes)
     tokenizer = job.tokenizers.get("tokenizer")
-    if type(tokenizer).__name__.startswith("CLIP"):  # as the stock pipeline does
+    if tokenizer is not None and type(tokenizer).__name__.startswith("CLIP"):
+        # As the stock pipeline does.
         built.pipeline.tokenizer_max_length = tokenizer.model_max_length
     return job
 
