@@ -268,7 +268,7 @@ def test_a_copy_in_another_precision_is_never_held_in_the_first_one() -> None:
 
 def test_a_card_gets_the_fastest_settings_that_fit() -> None:
     run = job(*BUNDLED)
-    mebibytes = {"update": 40, "checkpointed": 8, "rollout": 10, "evaluation": 10, "decoding": 5}
+    mebibytes = {"update": 400, "checkpointed": 80, "rollout": 100, "evaluation": 1, "decoding": 1}
     needs = {phase: Line(size * 2**20, size * 2**20) for phase, size in mebibytes.items()}
     fitter = Fitter(run, needs=needs)
     roomy = fitter.fit(80)
@@ -285,7 +285,7 @@ def test_a_card_gets_the_fastest_settings_that_fit() -> None:
     assert not nothing.fits
     assert "does not fit a card of 0.5 GiB" in str(nothing)
     order = [candidate.settings for candidate in fitter.candidates()]
-    middle = [nothing.peak / GIB / (1 - HEADROOM) + extra for extra in (0.0, 0.05, 0.1, 0.3)]
+    middle = [nothing.peak / GIB / (1 - HEADROOM) + extra for extra in (0.0, 0.1, 0.4, 2.0)]
     proposals = [fitter.fit(gib) for gib in middle]
     places = [order.index(proposal.spec.settings) for proposal in (*proposals, roomy)]
     assert places == sorted(places, reverse=True)
