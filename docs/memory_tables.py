@@ -106,10 +106,10 @@ class Composed:
         Jobs with equal forwards share a model, which takes seconds to build.
         """
         if self.needs_digest not in _BUILT:
-            _BUILT[self.needs_digest] = job_of(self.spec, ARCHITECTURES)
+            _BUILT[self.needs_digest] = job_of(self.spec)
         first = _BUILT[self.needs_digest]
         model = replace(self.config.model, path=first.config.model.path)
-        return Job(spec=self.spec.with_sections(model=model), model=first.model)
+        return replace(first, spec=self.spec.with_sections(model=model))
 
     @functools.cached_property
     def needs_digest(self) -> str:

@@ -19,6 +19,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, steps_of
 from flowgrpo_rc.monitoring.mismatch import round_up
+from flowgrpo_rc.plugins import check_choice
 from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.spec.check_settings import check_settings
 from flowgrpo_rc.spec.resolve import resolve
@@ -130,7 +131,7 @@ class Settings:
     reason: str = ""  # why this mode, with the numbers that decided
     notes: Sequence[str] = ()  # further sentences for the user
 
-    def extended(self, values: Mapping[str, Any], note: str) -> "Settings":
+    def extended(self, values: Mapping[str, object], note: str) -> "Settings":
         """Returns these settings with further ones, and a sentence about them."""
         return replace(self, values={**self.values, **values}, notes=[*self.notes, note])
 
@@ -159,8 +160,7 @@ class Settings:
 def check_modes(spec: RunSpec, mode: str) -> None:
     """Raises ValueError for a mode that the run cannot have; measures nothing."""
     config = spec.settings
-    if mode not in MODES:
-        raise ValueError(f"--mode {mode}: allowed are {', '.join(MODES)}")
+    check_choice("--mode", mode, MODES)
     reinforces = config.algorithm.rollout_correction.loss_type == "reinforce"
     if mode == "decoupled" and reinforces:
         raise ValueError(

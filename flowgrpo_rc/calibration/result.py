@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flowgrpo_rc.calibration.choice import Bound, Settings
 from flowgrpo_rc.calibration.measure import Mismatch
-from flowgrpo_rc.calibration.savings import CacheTrial, TailTrial
+from flowgrpo_rc.calibration.savings import Saving
 from flowgrpo_rc.calibration.verdict import Diagnosis
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.records.metrics_file import as_json
@@ -32,8 +32,8 @@ class Calibration:
     clipped: dict[float, float]  # value of the bound -> share of steps outside it before any update
     diagnosis: Diagnosis
     settings: Settings
-    tails: Sequence[TailTrial] = ()  # empty unless they were tried
-    caches: Sequence[CacheTrial] = ()  # likewise
+    tails: Sequence[Saving] = ()  # empty unless they were tried
+    caches: Sequence[Saving] = ()  # likewise
 
     def json(self) -> dict[str, Any]:
         """Returns the content of calibration.json."""
@@ -63,8 +63,8 @@ class Calibration:
                 "as_recorded": diagnosis.as_recorded,
                 "trials": [trial._asdict() for trial in diagnosis.trials],
             },
-            "tails": [trial._asdict() for trial in self.tails],
-            "caches": [trial._asdict() for trial in self.caches],
+            "tails": [saving.record() for saving in self.tails],
+            "caches": [saving.record() for saving in self.caches],
             "settings": self.settings.values,
             "reason": self.settings.reason,
             "notes": list(self.settings.notes),
@@ -154,9 +154,9 @@ def show(calibration: Calibration, folder: Folder) -> None:
     console.print(mismatch_table(calibration.mismatches))
     console.print(trial_table(calibration.diagnosis))
     if calibration.tails:
-        console.print(tail_table(calibration.tails))
+        console.print(saving_table("a shorter tail", calibration.tails))
     if calibration.caches:
-        console.print(cache_table(calibration.caches))
+        console.print(saving_table("blocks used again", calibration.caches))
     lines = [
         *settings.notes,
         f"{folder.json}, {folder.picture}, {folder.yaml}",
@@ -195,29 +195,18 @@ def trial_table(diagnosis: Diagnosis) -> Table:
     return table(title, titles, rows, section=1, bold=bold)
 
 
-def tail_table(tails: Sequence[TailTrial]) -> Table:
-    """Makes a table of shorter tails and what their advantages have in common with the full one."""
-    titles = ("evaluations", "tail_steps", "tail", "correlation of advantages")
-    rows = [
-        (str(trial.evaluations), str(trial.tail_steps), trial.tail, f"{trial.agreement:.3f}")
-        for trial in tails
-    ]
-    return table("samples with a shorter tail, from the same noise", titles, rows)
-
-
-def cache_table(caches: Sequence[CacheTrial]) -> Table:
-    """Makes a table of block caches, of what they save, and of what their samples are worth."""
-    yes = {True: "yes", False: "no"}
-    cells = {
-        "blocks saved": [f"{trial.saved:.0%}" for trial in caches],
-        "every": [str(trial.every) for trial in caches],
-        "window": [yes[trial.window] for trial in caches],
-        "correlation of advantages": [f"{trial.agreement:.3f}" for trial in caches],
-        "mismatch": [number(trial.mismatch) for trial in caches],
-        "carried": [yes[trial.carried] for trial in caches],
-    }
-    rows = [*zip(*cells.values(), strict=True)]
-    return table("samples that use blocks again, from the same noise", [*cells], rows)
+def saving_table(name: str, savings: Sequence[Saving]) -> Table:
+    """Makes a table of cheaper rollouts, of what they save, and of what their samples are worth."""
+    rows = []
+    for saving in savings:
+        cells = {key: str(value) for key, value in saving.record().items()}
+        cells["saved"] = f"{saving.saved:.0%}"
+        cells["agreement"] = f"{saving.agreement:.3f}"
+        cells["mismatch"] = number(saving.mismatch)
+        rows.append(cells)
+    titles = [{"agreement": "correlation of advantages"}.get(key, key) for key in rows[0]]
+    title = f"samples with {name}, from the same noise"
+    return table(title, titles, [[*cells.values()] for cells in rows])
 
 
 def table(

@@ -6,11 +6,11 @@ full one, from the same noise. Where steps of the window are cached, their misma
 that the configured loss carries in bypass mode.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,72 +37,40 @@ AGREEMENT = 0.95  # the least correlation of a rollout that is recommended
 EVERY = (2, 3, 4)  # the values of rollout.cache.every that are tried
 
 
-class TailTrial(NamedTuple):
-    """A tail, and what its samples are worth."""
+class Saving(NamedTuple):
+    """A cheaper rollout that was tried, and what its samples are worth."""
 
-    tail: str  # one of `core.schedule.TAILS`
-    tail_steps: int  # evaluations behind the window
-    evaluations: int  # of a whole sample
-    # The correlation of its advantages with those of the schedule's own tail; nan for none.
-    agreement: float
-
-    @property
-    def carried(self) -> bool:
-        """True: the steps of the window are as they were."""
-        return True
-
-    @property
-    def saved(self) -> float:
-        """More for fewer evaluations."""
-        return -self.evaluations
-
-
-class CacheTrial(NamedTuple):
-    """A setting of `rollout.cache`, and what its samples are worth."""
-
-    every: int
-    window: bool
+    settings: Mapping[str, object]  # that make it, by key
     saved: float  # share of the block evaluations of a sample
-    agreement: float  # correlation of its advantages with those of all blocks; nan for none
-    mismatch: float  # mean |log-prob of the trainer - of the rollout|, before any update
-    carried: bool  # whether the loss makes room for it
+    agreement: float  # correlation of its advantages with those of the full rollout; nan for none
+    mismatch: float = 0.0  # mean |log-prob of the trainer - of the rollout|, before any update
+    carried: bool = True  # whether the loss makes room for it
+
+    def record(self) -> dict[str, object]:
+        """Returns it for calibration.json and for a table."""
+        settings = {key.rpartition(".")[2]: value for key, value in self.settings.items()}
+        return settings | {name: getattr(self, name) for name in self._fields[1:]}
 
 
-T = TypeVar("T", TailTrial, CacheTrial)
-
-
-def cheapest(trials: Sequence[T]) -> T | None:
+def cheapest(savings: Sequence[Saving]) -> Saving | None:
     """Returns the cheapest that agrees and is carried, the better of two such; None for none."""
-    good = [trial for trial in trials if trial.agreement >= AGREEMENT and trial.carried]
-    return max(good, key=lambda trial: (trial.saved, trial.agreement), default=None)
+    good = [saving for saving in savings if saving.agreement >= AGREEMENT and saving.carried]
+    return max(good, key=lambda saving: (saving.saved, saving.agreement), default=None)
 
 
-def with_tail(settings: Settings, trials: Sequence[TailTrial]) -> Settings:
-    """Returns the settings with the cheapest tail, and a sentence about it."""
-    best = cheapest(trials)
+def with_cheapest(settings: Settings, savings: Sequence[Saving]) -> Settings:
+    """Returns the settings with the cheapest rollout of some, and a sentence about it."""
+    best = cheapest(savings)
     if best is None:
-        note = f"No shorter tail has a correlation of {AGREEMENT} with the advantages of the full."
-        return settings.extended({}, note)
+        keys = " and ".join(savings[0].settings)
+        note = f"advantages that correlate by {AGREEMENT} and a mismatch that is carried"
+        return settings.extended({}, f"No values of {keys} have {note}.")
+    values = ", ".join(f"{key}={value}" for key, value in best.settings.items())
     note = (
-        f"{best.evaluations} evaluations of a sample do: with tail={best.tail} the advantages have "
-        f"a correlation of {best.agreement:.3f} with those of the full schedule."
-    )
-    values = {"rollout.algo.tail": best.tail, "rollout.algo.tail_steps": best.tail_steps}
-    return settings.extended(values, note)
-
-
-def with_cache(settings: Settings, trials: Sequence[CacheTrial]) -> Settings:
-    """Returns the settings with the cheapest cache, and a sentence about it."""
-    best = cheapest(trials)
-    if best is None:
-        note = f"No cache has advantages that agree by {AGREEMENT} and a mismatch that is carried."
-        return settings.extended({}, note)
-    note = (
-        f"A sample does with {1 - best.saved:.0%} of its block evaluations: the correlation of "
+        f"{values} saves {best.saved:.0%} of the block evaluations of a sample: the correlation of "
         f"advantages is {best.agreement:.3f}, and the mismatch {best.mismatch:.1e}."
     )
-    values = {"rollout.cache.every": best.every, "rollout.cache.window": best.window}
-    return settings.extended(values, note)
+    return settings.extended(best.settings, note)
 
 
 def check_tail(config: Config) -> None:
@@ -159,7 +127,7 @@ class Scorer:
         self._estimator = AdvantageEstimator(config.algorithm, weights, None, identity)
         self.close = self._rewards.close
 
-    def tails(self) -> list[TailTrial]:
+    def tails(self) -> list[Saving]:
         """Samples once with the schedule's own tail and once with each shorter one, those with the
         fewest evaluations first.
         """
@@ -169,19 +137,22 @@ class Scorer:
         tails = [(tail, count) for count in range(1, steps - start + 1) for tail in TAILS]
         tails.remove(("euler", steps - start))
         full, _ = self._sample(replace(spec, tail="euler", tail_start=start, tail_steps=None))
-        trials = []
+        savings = []
         for tail, count in tails:
             shorter, _ = self._sample(replace(spec, tail=tail, tail_start=start, tail_steps=count))
-            trials.append(TailTrial(tail, count, start + count, correlation(full, shorter)))
-        return trials
+            settings = {"rollout.algo.tail": tail, "rollout.algo.tail_steps": count}
+            saved = 1 - (start + count) / steps
+            savings.append(Saving(settings, saved, correlation(full, shorter)))
+        return savings
 
-    def caches(self) -> list[CacheTrial]:
+    def caches(self) -> list[Saving]:
         """Samples once with all blocks and once with each cache."""
         rollout = self._config.rollout
         spec = self._request.spec
         full, _ = self._sample(replace(spec, cached_steps=()))
-        trials = []
+        savings = []
         for setting in caches_to_try(rollout):
+            cache = setting.cache
             steps = setting.cached_steps()
             advantages, batch = self._sample(replace(spec, cached_steps=steps))
             micro_batch_size = self._config.actor.ppo_micro_batch_size_per_gpu
@@ -189,17 +160,15 @@ class Scorer:
             assert isinstance(batch.rollout_log_probs, Tensor)
             differences = measured.log_probs.double() - batch.rollout_log_probs.double()
             network = self._task.model.network
-            trials.append(
-                CacheTrial(
-                    every=setting.cache.every,
-                    window=setting.cache.window,
-                    saved=saved_share(network, len(steps), rollout.evaluations()),
-                    agreement=correlation(full, advantages),
-                    mismatch=differences.abs().mean().item(),
-                    carried=carries(self._run, bound_of(self._run, differences, measured)),
-                )
+            saving = Saving(
+                {"rollout.cache.every": cache.every, "rollout.cache.window": cache.window},
+                saved_share(network, len(steps), rollout.evaluations()),
+                correlation(full, advantages),
+                differences.abs().mean().item(),
+                carries(self._run, bound_of(self._run, differences, measured)),
             )
-        return trials
+            savings.append(saving)
+        return savings
 
     def _sample(self, spec: SamplerSpec) -> tuple[Tensor, DiffusionBatch]:
         """Returns the advantages as training would compute them, [B], and the batch."""
@@ -223,7 +192,7 @@ def try_savings(
     *,
     tail: bool,
     cache: bool,
-) -> tuple[list[TailTrial], list[CacheTrial]]:
+) -> tuple[list[Saving], list[Saving]]:
     """Tries shorter tails, caches, both or neither."""
     if not (tail or cache):
         return [], []

@@ -35,8 +35,7 @@ from flowgrpo_rc.calibration.savings import (
     check_cache,
     check_tail,
     try_savings,
-    with_cache,
-    with_tail,
+    with_cheapest,
 )
 from flowgrpo_rc.calibration.verdict import Diagnosis, diagnose
 from flowgrpo_rc.commands import EXIT_OK
@@ -96,10 +95,8 @@ def measure(
         engine.close()
     mismatches, bound, diagnosis = compare(spec, task, rollouts, lora)
     settings = choose(spec, bound, mode=mode, doubt=diagnosis.doubt)
-    if tails:
-        settings = with_tail(settings, tails)
-    if caches:
-        settings = with_cache(settings, caches)
+    for savings in filter(None, (tails, caches)):
+        settings = with_cheapest(settings, savings)
     clipped: dict[float, float] = {}
     if bound is not None:
         chosen = settings.values[f"{DIFFUSION_KEY}.{bound.key}"]

@@ -6,7 +6,6 @@ With `--fit` it proposes settings that fit a card.
 import argparse
 
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
-from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.planning.fit import Fitter, Proposal, gib_of
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
@@ -35,5 +34,5 @@ def planned(
     """
     check_planned(spec.machine.num_processes, nodes, tflops)
     size = None if fit is None else gib_of(fit)
-    job = job_of(spec, config_folder() / "architectures", nodes=nodes)
+    job = job_of(spec, nodes=nodes)
     return make_plan(job, tflops=tflops) if size is None else Fitter(job).fit(size)

@@ -154,23 +154,27 @@ def _read(file: _Tensors, settings: dict[str, Any], number: int) -> Dump:
     rows, steps, *_ = [*log_probs, 0]
     latents = file.shape("latents")
     size = math.prod(latents[1:])
-    if not steps or len(latents) < 3 or not size or latents[0] != rows:
-        both = f"latents {latents} and log-probs {log_probs}"
-        raise ValueError(f"{both} do not fit: give latents [B, T+1, ...] and log-probs [B, T]")
+
+    def check(name: str, fits: bool) -> None:
+        if not fits:
+            raise ValueError(
+                f"{name} {file.shape(name)} does not fit latents {latents} and rollout_log_probs "
+                f"{log_probs}: give states [B, T+1, ...], means [B, T, ...] and the others [B, T]"
+            )
+
+    check("latents", bool(steps and size) and len(latents) > 2 and latents[0] == rows)
     samples = min(rows, max(min(MOST_SAMPLES, MOST_ELEMENTS // size) // file.files, 1))
 
     def states(name: str, first: int) -> Tensor:
         shape = file.shape(name)
-        if shape[2:] != latents[2:] or shape[1] < first + steps:
-            raise ValueError(f"{name} {shape} do not fit {steps} steps of latents {latents}")
+        check(name, shape[2:] == latents[2:] and shape[1] >= first + steps)
         return file.read(name, samples)[:, first : first + steps].flatten(2).float()
 
     tensors: dict[str, Tensor] = {}
     for field, name in TABLES.items():
         if name in names:
             values = file.read(name).double()
-            if values.shape not in ((rows, steps), (rows, 1), (steps,)):
-                raise ValueError(f"{name} has shape {file.shape(name)}, not [{rows}, {steps}]")
+            check(name, values.shape in ((rows, steps), (rows, 1), (steps,)))
             tensors[field] = values.expand(rows, steps)[:samples]
     follows = "next_latents" not in names
     if follows and "place" in tensors and (tensors["place"].diff() != 1).any():

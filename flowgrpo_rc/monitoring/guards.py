@@ -49,7 +49,7 @@ class Guards:
             if math.isfinite(mean + low + high):
                 yield change.removesuffix(_CHANGE), _sentence(change, mean, low, high, gain)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the state; JSON can hold it."""
         return {"first": self._first, "last": self._last, "count": self._count}
 

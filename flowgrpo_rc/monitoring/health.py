@@ -72,7 +72,7 @@ def check_rollout_correction_health(
     return Health(tuple(finding.message for finding in findings if finding.message))
 
 
-def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
+def correction_metric_name(metrics: Mapping[str, object], name: str) -> str | None:
     """Finds the full name, verl's or slime's, under which metrics hold verl's `name`; else None."""
     prefixes = (DECOUPLED_PREFIX, BYPASS_PREFIX)
     candidates = (prefix + known for known in other_names(name) for prefix in prefixes)
@@ -242,7 +242,7 @@ class HealthMonitor:
             return finding.message
         return f"{finding.message[:-1]} ({sum(history)} of the last {len(history)} steps)."
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the state; JSON can hold it."""
         return {
             "step": self._step,

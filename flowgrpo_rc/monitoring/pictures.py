@@ -140,7 +140,7 @@ class PictureWatch:
             if name != _REWARD and name in moments and name in self._base
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the base; JSON can hold it."""
         return {"prompts": self._prompts, "sums": dict(self._sums), "base": dict(self._base)}
 

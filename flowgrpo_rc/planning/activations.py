@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -38,13 +38,15 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "prim":  # questions about a tensor, more than half of all calls
             return func(*args, **(kwargs or {}))
-        for storage in _storages((args, kwargs)):
-            self._seen.add(storage)  # what came from outside; a view may be made of it
+        # What came from outside; a view may be made of it.
+        self._seen.update(_storages((args, kwargs)))
         made = func(*args, **(kwargs or {}))
         for storage in _storages(made):
             if storage not in self._seen:
@@ -58,8 +60,29 @@ class PeakMemory(TorchDispatchMode):
         self.bytes -= size
 
 
-def _storages(tree: Any) -> list[Any]:
+def _storages(tree: object) -> list[UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _NormalizeInFp32(TorchFunctionMode):
+    """Normalizes in fp32 under autocast, as CUDA does; on the CPU torch does it in bf16."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (F.layer_norm, F.rms_norm, F.group_norm):
+            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_a_card(config: Config) -> Iterator[None]:
+    """Enters bf16 autocast, as it works on a card, if `trainer.mixed_precision` asks for it."""
+    if config.trainer.mixed_precision != "bf16":
+        yield
+    else:
+        with torch.autocast("cpu", torch.bfloat16), _NormalizeInFp32():
+            yield
 
 
 def rows_at_once(run: RunSpec) -> int:
@@ -83,138 +106,108 @@ def samples_at_once(run: RunSpec) -> Mapping[str, int]:
 
 
 def phase_bytes(phase: str, run: RunSpec, model: FlowModel, samples: int) -> int:
-    """Measures the activations of one phase, in bytes.
+    """Measures the activations of one phase of `samples_at_once`, in bytes.
 
     Of several transformers the first is measured: each row goes through one of them.
-
-    Args:
-      phase: of `samples_at_once`.
-      run: the settings.
-      model: on the meta device, with its LoRA.
-      samples: how many are at work at once.
     """
-    samples_held_out = phase in ("evaluation", "shown")  # with the trainer's network
     config = run.settings
-    spec = config.rollout.held_out_spec() if samples_held_out else config.rollout.spec()
-    if phase in ("decoding", "shown"):
-        return _decoding(model, samples, spec)
-    if phase == "update":
-        rows = samples * rows_at_once(run) // config.actor.ppo_micro_batch_size_per_gpu
-        return measured(model.transformer, partial(_train, config, model, rows))
-    mixed = samples_held_out and config.trainer.mixed_precision == "bf16"
+    is_held_out = phase in ("evaluation", "shown")  # made by the trainer's network
+    spec = config.rollout.held_out_spec() if is_held_out else config.rollout.spec()
 
-    def forward(network: Any) -> int:
+    def decode(vae: nn.Module) -> int:
+        decoder = copy.copy(model)
+        decoder.pipeline = copy.copy(model.pipeline)
+        decoder.pipeline.vae = vae
+        latents = torch.empty(samples, *model.latent_shape(spec))
+        with torch.no_grad(), PeakMemory() as memory:
+            decoder._decode(latents, spec)
+        return memory.peak
+
+    def forward(network: nn.Module) -> int:
         inputs = blank_inputs(model, samples, spec)
-        with as_on_a_card(mixed), torch.no_grad(), PeakMemory() as memory:
+        mixed = as_on_a_card(config) if is_held_out else nullcontext()
+        with mixed, torch.no_grad(), PeakMemory() as memory:
             model.velocity(network, *inputs, spec)
         return memory.peak
 
-    dtype = None if samples_held_out else DTYPES[config.rollout.dtype]
+    def update(network: nn.Module) -> int:
+        to_train(network, config)
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        rows = samples * rows_at_once(run) // config.actor.ppo_micro_batch_size_per_gpu
+        inputs = blank_inputs(model, rows, spec)
+        # Checkpointing computes a block again in the backward, in the same precision.
+        with PeakMemory() as memory, as_on_a_card(config):
+            velocity = model.velocity(network, *inputs, spec)
+            velocity.square().mean().backward()
+        return memory.peak
+
+    if phase in ("decoding", "shown"):
+        return on_fakes(copy.deepcopy(model.pipeline.vae), decode)
+    if phase == "update":
+        return measured(model.transformer, update)
+    dtype = None if is_held_out else DTYPES[config.rollout.dtype]
     return measured(model.transformer, forward, dtype)
 
 
-def _train(config: Config, model: FlowModel, rows: int, network: Any) -> int:
-    """Measures a forward and a backward of samples times SDE steps."""
+def to_train(network: Any, config: Config) -> None:
+    """Sets a network up for an update."""
     if config.model.gradient_checkpointing:
         network.enable_gradient_checkpointing()
     network.train()  # checkpointing asks for it; there is no dropout
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
-    spec = config.rollout.spec()
-    inputs = blank_inputs(model, rows, spec)
-    # Checkpointing computes a block again in the backward, in the same precision.
-    with PeakMemory() as memory, as_on_a_card(config.trainer.mixed_precision == "bf16"):
-        velocity = model.velocity(network, *inputs, spec)
-        velocity.square().mean().backward()
-    return memory.peak
-
-
-def _decoding(model: FlowModel, samples: int, spec: SamplerSpec) -> int:
-    """Measures the decoding of final latents."""
-    whole = model.pipeline.vae
-
-    def decode(vae: Any) -> int:
-        model.pipeline.vae = vae
-        latents = torch.empty(samples, *model.latent_shape(spec))
-        with torch.no_grad(), PeakMemory() as memory:
-            model._decode(latents, spec)
-        return memory.peak
-
-    try:
-        return on_fakes(copy.deepcopy(whole), decode)
-    finally:
-        model.pipeline.vae = whole
-
-
-@contextmanager
-def as_on_a_card(mixed: bool) -> Iterator[None]:
-    """Enters bf16 autocast if asked for, and lets torch normalize in fp32 there, as CUDA does."""
-    own = {name: getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm")}
-
-    def in_fp32(normalize: Any, *args: Any, **options: Any) -> Any:
-        args, options = tree_map_only(Tensor, Tensor.float, (args, options))
-        return normalize(*args, **options)
-
-    try:
-        for name, normalize in own.items() if mixed else ():
-            setattr(F, name, partial(in_fp32, normalize))
-        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            yield
-    finally:
-        for name, normalize in own.items():
-            setattr(F, name, normalize)
 
 
 def blank_inputs(
-    model: FlowModel, rows: int, spec: SamplerSpec
+    model: FlowModel, rows: int, spec: SamplerSpec, negative_spec: SamplerSpec | None = None
 ) -> tuple[Tensor, Tensor, Conditioning, Conditioning | None]:
-    """Returns latents, timesteps, conditioning and negative of `rows` samples."""
+    """Returns latents, timesteps, conditioning and negative of `rows` samples.
+
+    `negative_spec` is that of the negative prompts; None for the same.
+    """
     conditioning = model.blank_conditioning(rows, spec)
-    negative = model.blank_conditioning(rows, spec) if model.cfg_scale(spec) > 1 else None
-    latents = torch.empty(rows, *model.latent_shape(spec))
-    return latents, torch.empty(rows), conditioning, negative
+    negative = None
+    if model.cfg_scale(spec) > 1:
+        negative = model.blank_conditioning(rows, negative_spec or spec)
+    return torch.empty(rows, *model.latent_shape(spec)), torch.empty(rows), conditioning, negative
 
 
 def measured(
-    network: nn.Module, measure: Callable[[Any], int], dtype: torch.dtype | None = None
+    network: Any, measure: Callable[[nn.Module], int], dtype: torch.dtype | None = None
 ) -> int:
-    """Returns the number that a function finds on a network whose tensors are fakes.
+    """Returns the number that a function finds on copies of a network whose tensors are fakes.
 
     What a transformer needs grows evenly with its blocks. Where they are many, copies with 1, 2 and
-    3 of each kind are measured in its place.
-
-    Args:
-      network: on the meta device; it is not changed.
-      measure: called with copies of it.
-      dtype: of their floating-point tensors; None for their own.
+    3 of each kind are measured in its place. `dtype` is that of their floating-point tensors, None
+    for their own.
     """
     runs = _runs(network)
-    lengths = [stop - start for _, start, stop in runs]
 
     def shortened(longer: int | None = None, more: int = 0) -> int:
         """Measures a copy with one block of each kind, and some more of one kind."""
-        left_out: list[tuple[str, slice]] = []
-        for place, (name, start, stop) in enumerate(runs):
-            left_out.append((name, slice(start + 1 + more * (place == longer), stop)))
+        left_out = [
+            (name, slice(start + 1 + more * (place == longer), stop))
+            for place, (name, start, stop) in enumerate(runs)
+        ]
         # deepcopy takes what it finds in its memo: what is left out need not be copied.
         memo: dict[int, Any] = {}
         for name, blocks in left_out:
-            listed: Any = network.get_submodule(name)
-            memo |= {id(block): nn.Identity() for block in listed[blocks]}
-        copied: Any = copy.deepcopy(network, memo=memo)
+            memo |= {id(block): nn.Identity() for block in network.get_submodule(name)[blocks]}
+        copied = copy.deepcopy(network, memo=memo)
         for name, blocks in reversed(left_out):
             del copied.get_submodule(name)[blocks]
         return on_fakes(copied, measure, dtype)
 
     # Nothing is saved if the short copies have as many blocks together as the network.
-    if (1 + 2 * len(runs)) * len(runs) + 3 * len(runs) < sum(lengths):
-        least = shortened()
-        ones = [shortened(place, 1) for place in range(len(runs))]
-        twos = [shortened(place, 2) for place in range(len(runs))]
-        if all(two - one == one - least for one, two in zip(ones, twos, strict=True)):
-            blocks = zip(lengths, ones, strict=True)
-            return least + sum((length - 1) * (one - least) for length, one in blocks)
+    if (4 + 2 * len(runs)) * len(runs) < sum(stop - start for _, start, stop in runs):
+        least = whole = shortened()
+        for place, (_, start, stop) in enumerate(runs):
+            block = shortened(place, 1) - least
+            if shortened(place, 2) - least != 2 * block:
+                break
+            whole += (stop - start - 1) * block
+        else:
+            return whole
     return on_fakes(copy.deepcopy(network), measure, dtype)
 
 
@@ -224,19 +217,19 @@ def _runs(network: nn.Module) -> list[tuple[str, int, int]]:
     def kind(block: nn.Module) -> list[tuple[str, torch.Size, bool]]:
         return [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]
 
-    found = []
+    runs = []
     for name, blocks in network.named_children():
         start = 0
         for _, group in groupby(blocks if isinstance(blocks, nn.ModuleList) else (), kind):
             stop = start + len(list(group))
             if stop - start > 3:
-                found.append((name, start, stop))
+                runs.append((name, start, stop))
             start = stop
-    return found
+    return runs
 
 
 def on_fakes(
-    network: nn.Module, measure: Callable[[Any], int], dtype: torch.dtype | None = None
+    network: nn.Module, measure: Callable[[nn.Module], int], dtype: torch.dtype | None = None
 ) -> int:
     """Returns what a function finds on a network, whose tensors become fakes on the CPU.
 
@@ -245,8 +238,8 @@ def on_fakes(
     """
 
     def fake(tensor: Tensor) -> Tensor:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return torch.empty(tensor.shape, dtype=wanted, device="cpu")
+        cast = dtype is not None and tensor.is_floating_point()
+        return torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device="cpu")
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         network._apply(fake)

@@ -12,10 +12,9 @@ from itertools import product
 import torch
 
 from flowgrpo_rc.config.names import CARD
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
 from flowgrpo_rc.planning.phases import at_peak, phases
-from flowgrpo_rc.planning.weights import CONTEXT, Job, as_size, beside_tensors, memory
+from flowgrpo_rc.planning.weights import CONTEXT, Job, as_size, beside_tensors, memory, total
 from flowgrpo_rc.plugins import in_gib
 from flowgrpo_rc.spec.check_engine import shares_weights
 from flowgrpo_rc.spec.run_spec import RunSpec
@@ -69,11 +68,12 @@ def measure_needs(job: Job) -> dict[str, Line]:
         one, two = (phase_bytes(phase, run, job.model, samples) for samples in (1, 2))
         return Line(one, two - one)
 
-    plain = {phase: line(phase) for phase in ("update", "rollout", "evaluation", "decoding")}
-    specs = (job.config.rollout.spec(), job.config.rollout.held_out_spec())
-    if len({job.model.latent_shape(spec) for spec in specs}) > 1:
-        plain["shown"] = line("shown")
-    return plain | {"checkpointed": line("update", checkpointing=True)}
+    lines = {phase: line(phase) for phase in ("update", "rollout", "evaluation", "decoding")}
+    rollout = job.config.rollout
+    shapes = [job.model.latent_shape(spec) for spec in (rollout.spec(), rollout.held_out_spec())]
+    if shapes[0] != shapes[1]:
+        lines["shown"] = line("shown")
+    return lines | {"checkpointed": line("update", checkpointing=True)}
 
 
 def activations_of(needs: Needs, run: RunSpec) -> dict[str, int]:
@@ -93,32 +93,29 @@ class Proposal:
     gib: float
 
     @property
-    def config(self) -> Config:
-        """The settings."""
-        return self.spec.config
-
-    @property
     def overrides(self) -> Sequence[str]:
-        """Returns the settings of memory as overrides."""
-        model, actor = self.config.model, self.config.actor
+        """The settings of memory as overrides."""
+        config = self.spec.config
         return [
-            f"model.gradient_checkpointing={str(model.gradient_checkpointing).lower()}",
-            f"model.offload_idle={str(model.offload_idle).lower()}",
-            f"model.decode_batch_size={model.decode_batch_size}",
+            f"model.gradient_checkpointing={str(config.model.gradient_checkpointing).lower()}",
+            f"model.offload_idle={str(config.model.offload_idle).lower()}",
+            f"model.decode_batch_size={config.model.decode_batch_size}",
             f"rollout.micro_batch_size_per_gpu={self.spec.chunk_size}",
-            f"actor.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu}",
+            f"actor.ppo_micro_batch_size_per_gpu={config.actor.ppo_micro_batch_size_per_gpu}",
         ]
 
     @property
     def fits(self) -> bool:
-        """Returns whether they fit the card."""
+        """Whether they fit the card."""
         return self.peak <= self.gib * 2**30 * (1 - HEADROOM)
 
     def __repr__(self) -> str:
-        card = f"{self.gib:g} GiB with {HEADROOM:.0%} to spare"
-        words, needs = ("fits", "peak") if self.fits else ("does not fit", "it needs at least")
-        name, peak = self.config.trainer.experiment_name, as_size(self.peak)
-        return f"{name} {words} a card of {card}: {needs} {peak} with\n  {' '.join(self.overrides)}"
+        fits, needs = ("fits", "peak") if self.fits else ("does not fit", "it needs at least")
+        return (
+            f"{self.spec.config.trainer.experiment_name} {fits} a card of {self.gib:g} GiB with "
+            f"{HEADROOM:.0%} to spare: {needs} {as_size(self.peak)} with\n"
+            f"  {' '.join(self.overrides)}"
+        )
 
 
 class Fitter:
@@ -131,12 +128,11 @@ class Fitter:
     def __init__(self, job: Job, *, needs: Needs | None = None) -> None:
         self._job = job
         self._needs = needs or measure_needs(job)
-        self._held: dict[bool | str, int] = {}
-        streams = shares_weights(job.spec)
-        for offload in (False, True, "layers") if streams else (False, True):
+        self._held_bytes: dict[bool | str, int] = {}  # by model.offload_idle
+        for offload in (False, True, "layers") if shares_weights(job.spec) else (False, True):
             model = replace(job.config.model, offload_idle=offload)
-            held = replace(job, spec=job.spec.with_sections(model=model))
-            self._held[offload] = sum(size for _, size, _ in memory(held))
+            offloading = replace(job, spec=job.spec.with_sections(model=model))
+            self._held_bytes[offload] = total(memory(offloading))
 
     def fit(self, gib: float) -> Proposal:
         """Returns the fastest settings that fit a card of some GiB, or those that need least."""
@@ -155,8 +151,8 @@ class Fitter:
         """
         config = self._job.config
         mini = self._job.spec.samples_per_mini_batch
-        micros = [n for n in range(mini, 0, -1) if mini % n == 0]
-        ways = sorted(product((False, True), self._held), key=lambda way: way[1] == "layers")
+        micros = [size for size in range(mini, 0, -1) if mini % size == 0]
+        ways = sorted(product((False, True), self._held_bytes), key=lambda way: way[1] == "layers")
         for (checkpointing, offload), micro in product(ways, micros):
             actor = replace(config.actor, ppo_micro_batch_size_per_gpu=micro)
             for sampled in _halves(self._job.spec.chunk_size):
@@ -172,11 +168,11 @@ class Fitter:
 
     def peak(self, spec: RunSpec) -> int:
         """Returns the bytes of one process with other settings of memory."""
-        found = activations_of(self._needs, spec)
-        steps = phases(replace(self._job, spec=spec), found)
-        largest, activations = at_peak(steps, found)
-        beside = sum(size for _, size, _ in beside_tensors(self._job, activations))
-        return self._held[spec.settings.model.offload_idle] + largest + beside
+        activations = activations_of(self._needs, spec)
+        steps = phases(replace(self._job, spec=spec), activations)
+        largest, size = at_peak(steps, activations)
+        beside = total(beside_tensors(self._job, size))
+        return self._held_bytes[spec.settings.model.offload_idle] + largest + beside
 
 
 def _halves(number: int) -> Iterator[int]:

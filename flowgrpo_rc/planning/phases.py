@@ -6,46 +6,43 @@ from collections.abc import Mapping, Sequence
 
 from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.planning.activations import rows_at_once, samples_at_once
-from flowgrpo_rc.planning.weights import Job, Row, as_size, memory, while_loading
+from flowgrpo_rc.planning.weights import Job, Row, as_size, memory, total, while_loading
 
 
-def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
-    """Returns what each phase of a step needs besides; the phases follow each other.
-
-    `found` holds the activations of the phases.
-    """
+def phases(job: Job, activations: Mapping[str, int]) -> list[Row]:
+    """Returns what each phase of a step needs besides; the phases follow each other."""
     config = job.config
     gathered = _gathered(job)
-    around = f", {as_size(gathered)} of gathered weights" if gathered else ""
-    update = found["update"] + gathered
-    formula = f"activations of {rows_at_once(job.spec)} rows{around}"
+    samples = samples_at_once(job.spec)
+    update = activations["update"] + gathered
+    formula = f"activations of {rows_at_once(job.spec)} rows"
+    if gathered:
+        formula += f", {as_size(gathered)} of gathered weights"
     if job.processes > 1:
         update = max(update, 4 * job.trained)
         formula += ", or a flat copy of the gradients"
     steps = [("update", update, formula)]
-    samples = samples_at_once(job.spec)
     idle = config.model.offload_idle
-    vae, in_vae = 0, f"the {job.vae_dtype} VAE"
-    if idle:
-        vae, in_vae = job.parts["vae"], f"{in_vae}, and the VAE"
+    vae = job.network_bytes["vae"] if idle else 0
+    in_vae = f"the {job.vae_dtype} VAE{', and the VAE' if idle else ''}"
     if not config.rollout.workers:
-        sampling, formula = found["rollout"], f"activations of {samples['rollout']} samples"
+        sampling = activations["rollout"]
+        formula = f"activations of {samples['rollout']} samples"
         if job.sleeps:
             sampling += job.engine
             formula += ", and the engine, which sleeps otherwise"
         steps.append(("rollout", sampling, formula))
         formula = f"activations of {samples['decoding']} samples in {in_vae}"
-        steps.append(("decoding", found["decoding"] + vae, formula))
-    encoders = job.others - job.parts["vae"]
+        steps.append(("decoding", activations["decoding"] + vae, formula))
+    encoders = job.others - job.network_bytes["vae"]
     if config.model.prompt_cache is not None:
-        other = sum(size for _, size, _ in memory(job)) - job.parts["vae"] + vae
+        others = total(memory(job)) - job.network_bytes["vae"] + vae
         formula = f"{as_size(encoders)} of text encoders, before all but the VAE"
-        steps.append(("first pass", max(0, encoders - other), formula))
+        steps.append(("first pass", max(0, encoders - others), formula))
     elif idle:
-        formula = "text encoders; their activations are small"
-        steps.append(("encoding", encoders, formula))
+        steps.append(("encoding", encoders, "text encoders; their activations are small"))
     if config.trainer.val_before_train or config.trainer.test_freq >= 0:
-        evaluation = max(found["evaluation"] + gathered, found["shown"] + vae)
+        evaluation = max(activations["evaluation"] + gathered, activations["shown"] + vae)
         spec = config.rollout.held_out_spec()
         formula = f"activations of {samples['evaluation']} samples of {spec.height} x {spec.width}"
         formula += f", or of {samples['shown']} in {in_vae}"
@@ -57,11 +54,12 @@ def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
     return steps
 
 
-def at_peak(steps: Sequence[Row], found: Mapping[str, int]) -> tuple[int, int]:
+def at_peak(steps: Sequence[Row], activations: Mapping[str, int]) -> tuple[int, int]:
     """Returns the bytes of the largest phase, and how many of them are activations."""
     name, size, _ = max(steps, key=lambda row: row[1], default=("", 0, ""))
-    named = "shown" if name == "evaluation" and found["shown"] > found[name] else name
-    return size, found.get(named, 0)
+    if name == "evaluation":
+        return size, max(activations[name], activations["shown"])
+    return size, activations.get(name, 0)
 
 
 def _gathered(job: Job) -> int:

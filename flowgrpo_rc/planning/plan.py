@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.config.names import RATE
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
@@ -21,9 +21,12 @@ from flowgrpo_rc.planning.weights import (
     Row,
     as_size,
     beside_tensors,
+    bytes_of_networks,
     memory,
+    networks_of,
     numbers_in,
     on_the_host,
+    total,
 )
 from flowgrpo_rc.planning.work import HELD_OUT, Count, counts, passes
 from flowgrpo_rc.spec.checks import check_plan
@@ -52,13 +55,13 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Returns the memory that one process holds all the time."""
-        return sum(size for _, size, _ in self.memory)
+        return total(self.memory)
 
     @property
     def peak_bytes(self) -> int:
         """Returns the most memory that one process needs at once."""
-        always = self.held_bytes + sum(size for _, size, _ in self.beside)
-        return always + max((size for _, size, _ in self.phases), default=0)
+        largest = max((size for _, size, _ in self.phases), default=0)
+        return self.held_bytes + total(self.beside) + largest
 
     def __repr__(self) -> str:
         parameters = [(name, f"{count:,}", remark) for name, count, remark in self.parameters]
@@ -80,11 +83,11 @@ class Plan:
 
     def _shares(self) -> list[Count]:
         """Returns what each part of a step takes, in operations, per cent and seconds."""
-        *parts, held_out = self.work
-        whole = sum(size for _, size, _ in parts)
-        total = ("sum", whole, "without rewards, which are not counted")
+        *step, held_out = self.work
+        whole = total(step)
         rows = []
-        for name, size, formula in [*parts, total, held_out]:
+        summary = ("sum", whole, "without rewards, which are not counted")
+        for name, size, formula in [*step, summary, held_out]:
             seconds = size / self.tflops / 1e12
             time = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
             share = f"{size / whole:4.0%} {time:>9} s"
@@ -95,28 +98,30 @@ class Plan:
 
 def make_plan(job: Job, *, measure: bool = True, tflops: float = RATE) -> Plan:
     """Plans a run on cards of so many TFLOP a second; to `measure` takes a minute or two."""
-    networks = job.networks.items()
-    parameters = [(name, numbers_in(part), type(part).__name__) for name, part in networks]
+    networks = networks_of(job.model).items()
+    parameters = [(name, numbers_in(network), type(network).__name__) for name, network in networks]
     share = 100 * job.trained / numbers_in(job.model.network)
     whose = "transformers" if len(job.model.networks) > 1 else "transformer"
     parameters.append(("LoRA", job.trained, f"trained: {share:.2f}% of the {whose}"))
     where = f"{job.processes} processes, {job.strategy}" if job.processes > 1 else "1 process"
-    found, work = {}, list[Row]()
+    activations: dict[str, int] = {}
+    steps: list[Row] = []
+    work: list[Row] = []
     if measure:
         for phase, samples in samples_at_once(job.spec).items():
-            found[phase] = phase_bytes(phase, job.spec, job.model, samples)
+            activations[phase] = phase_bytes(phase, job.spec, job.model, samples)
+        steps = phases(job, activations)
         size = operations(job)
         for name, number, _, kind in passes(job):
-            each = f"{number:,} of {size[kind] / 1e12:.3g} TFLOP"
-            work.append((name, number * size[kind], each))
+            formula = f"{number:,} of {size[kind] / 1e12:.3g} TFLOP"
+            work.append((name, number * size[kind], formula))
         work.append((HELD_OUT, size[HELD_OUT], "one, in an evaluation"))
-    steps = phases(job, found) if measure else []
     return Plan(
         title=f"{job.config.trainer.experiment_name}: {job.model.pipeline_class} on {where}",
         parameters=parameters,
         memory=memory(job),
         phases=steps,
-        beside=beside_tensors(job, at_peak(steps, found)[1]),
+        beside=beside_tensors(job, at_peak(steps, activations)[1]),
         host=on_the_host(job),
         counts=counts(job),
         work=work,
@@ -124,10 +129,10 @@ def make_plan(job: Job, *, measure: bool = True, tflops: float = RATE) -> Plan:
     )
 
 
-def job_of(spec: RunSpec, architectures: Path, *, nodes: int = 1) -> Job:
+def job_of(spec: RunSpec, *, nodes: int = 1) -> Job:
     """Checks settings and builds their model without weights, spread evenly over `nodes`.
 
-    Pipelines of hub ids may lie in `architectures`. ValueError if the settings cannot work.
+    ValueError if the settings cannot work.
     """
     config = spec.settings
     if config.model.kind != "diffusion":
@@ -136,15 +141,17 @@ def job_of(spec: RunSpec, architectures: Path, *, nodes: int = 1) -> Job:
         )
     path: Path | str = Path(config.model.path).expanduser()
     if not Path(path).exists():
+        architectures = config_folder() / "architectures"
         path = find_architecture(config.model.path, architectures) or config.model.path
     # An exported LoRA to start from changes no size.
     spec = spec.with_sections(model=replace(config.model, path=str(path), lora_path=None))
     built = check_plan(spec)
     assert built is not None, "a flow model"
-    job = Job(spec=spec, model=built, nodes=nodes)
-    clip: Any = job.tokenizers.get("tokenizer")
-    if type(clip).__name__.startswith("CLIP"):  # as the stock pipeline does
-        built.pipeline.tokenizer_max_length = clip.model_max_length
+    job = Job(spec=spec, model=built, network_bytes=bytes_of_networks(built), nodes=nodes)
+    tokenizer = job.tokenizers.get("tokenizer")
+    if tokenizer is not None and type(tokenizer).__name__.startswith("CLIP"):
+        # As the stock pipeline does.
+        built.pipeline.tokenizer_max_length = tokenizer.model_max_length
     return job
 
 

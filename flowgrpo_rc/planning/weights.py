@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -34,7 +34,8 @@ CONTEXT = 3 * 2**28
 GAPS = 0.05
 # NCCL's own: channels on cards that NVLink joins, and the buffers of one to a neighbour in the
 # ring, LL (0.5 MiB), LL128 (4.7 MiB) and NCCL_BUFFSIZE (4 MiB), and a page to send.
-_CHANNELS, _CONNECTION = 32, (10 + 2) * 2**20
+_CHANNELS = 32
+_CONNECTION = (10 + 2) * 2**20
 _OF_LORA = "4 bytes x LoRA parameters"
 
 
@@ -44,6 +45,7 @@ class Job:
 
     spec: RunSpec  # of a flow model
     model: FlowModel  # on the meta device, with its LoRA
+    network_bytes: Mapping[str, int]  # from `bytes_of_networks`, for all settings of the model
     nodes: int = 1  # machines that they are spread over, evenly
 
     @property
@@ -62,22 +64,11 @@ class Job:
         return "ddp" if self.processes == 1 else resolve_strategy(self.config.trainer.strategy)
 
     @cached_property
-    def networks(self) -> dict[str, nn.Module]:
-        """The networks of the pipeline by name."""
-        components = self.model.pipeline.components.items()
-        return {name: part for name, part in components if isinstance(part, nn.Module)}
-
-    @cached_property
     def tokenizers(self) -> dict[str, Any]:
         """The tokenizers by name; empty for an architecture, which has none."""
         folder = Path(self.config.model.path)
         has_none = folder.is_dir() and not (folder / "tokenizer").is_dir()
         return {} if has_none else load_tokenizers(self.config.model)
-
-    @cached_property
-    def parts(self) -> dict[str, int]:
-        """The bytes of each network, without the LoRA."""
-        return {name: _num_bytes(part) for name, part in self.networks.items()}
 
     @property
     def vae_dtype(self) -> str:
@@ -94,19 +85,20 @@ class Job:
     @cached_property
     def on_host(self) -> Sequence[int]:
         """The bytes of each weight of the transformers that stays on the host."""
+        if self.config.model.offload_idle != "layers":
+            return []
         layers = quantized_layers(self.model.network)
-        kept = [m.codes if isinstance(m, QuantizedLinear) else m.weight for m in layers]
-        return [w.nbytes for w in kept if self.config.model.offload_idle == "layers"]
+        return [(m.codes if isinstance(m, QuantizedLinear) else m.weight).nbytes for m in layers]
 
     @property
     def transformers(self) -> int:
         """The bytes of the transformers, without the LoRA."""
-        return sum(self.parts[name] for name in self.model.networks)
+        return sum(self.network_bytes[name] for name in self.model.networks)
 
     @property
     def others(self) -> int:
         """The bytes of text encoders and VAE."""
-        return sum(self.parts.values()) - self.transformers
+        return sum(self.network_bytes.values()) - self.transformers
 
     @cached_property
     def trained(self) -> int:
@@ -126,25 +118,39 @@ class Job:
     @property
     def engine(self) -> int:
         """The bytes of an engine that has a pipeline of its own."""
-        vae = self.parts["vae"]
-        others = self.in_rollout(sum(self.parts.values()) + self.saved - vae)
-        return (
-            others
-            + vae // DTYPES[self.vae_dtype].itemsize * DTYPES[self.config.rollout.dtype].itemsize
-        )
+        vae = self.network_bytes["vae"]
+        others = self.in_rollout(sum(self.network_bytes.values()) + self.saved - vae)
+        itemsize = DTYPES[self.config.rollout.dtype].itemsize
+        return others + vae // DTYPES[self.vae_dtype].itemsize * itemsize
 
     def in_rollout(self, size: int) -> int:
         """Returns the bytes in the rollout's precision of what has `size` in the trainer's."""
-        rollout, trainer = (DTYPES[part.dtype] for part in (self.config.rollout, self.config.model))
-        return int(rollout.itemsize / trainer.itemsize * size)
+        itemsize = DTYPES[self.config.rollout.dtype].itemsize
+        return itemsize * size // DTYPES[self.config.model.dtype].itemsize
+
+
+def networks_of(model: FlowModel) -> dict[str, nn.Module]:
+    """Returns the networks of a pipeline by name."""
+    components = model.pipeline.components.items()
+    return {name: part for name, part in components if isinstance(part, nn.Module)}
+
+
+def bytes_of_networks(model: FlowModel) -> dict[str, int]:
+    """Returns the bytes of each network, without the LoRA."""
+    return {name: _num_bytes(network) for name, network in networks_of(model).items()}
 
 
 def numbers_in(part: nn.Module) -> int:
     """Returns how many frozen parameters a network has; those of a LoRA are not frozen."""
     packed = [module for module in part.modules() if isinstance(module, QuantizedLinear)]
-    own = {p for layer in packed for p in (layer.codes, layer.scale)}
-    plain = [p.numel() for p in part.parameters() if not p.requires_grad and p not in own]
+    codes = {p for layer in packed for p in (layer.codes, layer.scale)}
+    plain = [p.numel() for p in part.parameters() if not p.requires_grad and p not in codes]
     return sum(plain) + sum(layer.in_features * layer.out_features for layer in packed)
+
+
+def total(rows: Sequence[Row]) -> int:
+    """Returns the bytes of all rows."""
+    return sum(size for _, size, _ in rows)
 
 
 def as_size(number: int) -> str:
@@ -154,42 +160,47 @@ def as_size(number: int) -> str:
 
 def memory(job: Job) -> list[Row]:
     """Returns what one process holds all the time."""
-    config, trained = job.config, job.trained
+    config = job.config
+    lora = 4 * job.trained
     moment = 1 if config.actor.optim.name == "adamw_8bit" else 4
-    idle = config.model.offload_idle
-    others, where = job.others, f"{config.model.dtype} encoders, {job.vae_dtype} VAE"
+    others = job.others
+    where = f"{config.model.dtype} encoders, {job.vae_dtype} VAE"
     if config.model.prompt_cache is not None:
-        others = job.parts["vae"]
+        others = job.network_bytes["vae"]
         where = f"{job.vae_dtype} VAE; encoders only in the first pass"
-    if idle:
-        others, where = 0, f"on the CPU; {as_size(others)} while at work"
+    if config.model.offload_idle:
+        where = f"on the CPU; {as_size(others)} while at work"
+        others = 0
+    formula = f"two moments of {moment} byte(s) x LoRA parameters"
     rows = [
         _transformer(job),
         ("text encoders, VAE", others, where),
-        ("LoRA", 4 * trained, _OF_LORA),
-        ("gradients", 4 * trained, _OF_LORA),
-        ("optimizer", 2 * moment * trained, f"two moments of {moment} byte(s) x LoRA parameters"),
+        ("LoRA", lora, _OF_LORA),
+        ("gradients", lora, _OF_LORA),
+        ("optimizer", 2 * moment * job.trained, formula),
     ]
     if config.actor.ema.enable:
-        rows.append(("average", 4 * trained, _OF_LORA))
+        rows.append(("average", lora, _OF_LORA))
     if config.actor.kl_reference == "start":
-        rows.append(("reference", 4 * trained, _OF_LORA))
+        rows.append(("reference", lora, _OF_LORA))
+    name, copy, formula = _copy_that_samples(job)
     if config.rollout.workers:
-        name, copy, _ = _copy_that_samples(job, "ddp")
-        worker = sum(job.parts.values()) - sum(job.on_host) + 4 * trained + copy
-        rows.append((name, 0, f"in workers, each with a whole model: {as_size(worker)}"))
-    else:
-        rows.append(_copy_that_samples(job, job.strategy))
+        worker = sum(job.network_bytes.values()) - sum(job.on_host) + lora + copy
+        copy = 0
+        formula = f"in workers, each with a whole model: {as_size(worker)}"
+    rows.append((name, copy, formula))
     older = config.rollout.staleness
     if older:
-        rows.append(("older LoRAs", 4 * trained * older, f"{_OF_LORA} x staleness {older}"))
+        rows.append(("older LoRAs", lora * older, f"{_OF_LORA} x staleness {older}"))
     steps = config.rollout.window()[0]
-    elements = math.prod(job.model.latent_shape(config.rollout.spec()))
     states = f"({steps} + 1{f' + {steps} means' if job.spec.keeps_means else ''}) states"
-    samples = job.spec.samples_per_step
-    formula = f"4 bytes x {samples} samples x {states} x {elements} latents"
-    batch = ("batch", batch_bytes(job.spec, job.model), formula)
-    return [*rows, *_reward_models(config), batch]
+    elements = math.prod(job.model.latent_shape(config.rollout.spec()))
+    formula = f"4 bytes x {job.spec.samples_per_step} samples x {states} x {elements} latents"
+    return [
+        *rows,
+        *_reward_models(config),
+        ("batch", batch_bytes(job.spec, job.model), formula),
+    ]
 
 
 def while_loading(job: Job) -> int:
@@ -227,32 +238,38 @@ def beside_tensors(job: Job, activations: int) -> list[Row]:
 
 def on_the_host(job: Job) -> list[Row]:
     """Returns the memory of a machine's host."""
-    here, model = job.processes // job.nodes, job.config.model
-    idle, rows = 0, []
+    processes = job.processes // job.nodes
+    model = job.config.model
+    first_pass = model.prompt_cache is not None
+    rows = []
+    idle = 0
     beside = ""
-    kept = model.prompt_cache is not None
-    if model.offload_idle or kept:
-        idle = job.others + sum(job.on_host) - (0 if model.offload_idle else job.parts["vae"])
+    if model.offload_idle or first_pass:
+        idle = (
+            job.others + sum(job.on_host) - (0 if model.offload_idle else job.network_bytes["vae"])
+        )
         beside = ", beside the idle models"
-        formula = f"what {here} process(es) offload: {as_size(idle)} each, pinned"
-        rows.append(("idle models", here * idle, formula))
+        formula = f"what {processes} process(es) offload: {as_size(idle)} each, pinned"
+        rows.append(("idle models", processes * idle, formula))
     if job.sleeps:
-        formula = f"engines of {here} process(es): {as_size(job.engine)} each{beside}"
-        rows.append(("sleeping engines", here * (idle + job.engine), formula))
-    loading = f"a pipeline{beside}; several where more memory is free"
-    stored = sum(job.parts.values()) + job.saved
-    idle += job.transformers if kept else 0  # on the host in the first pass over prompts
-    return [*rows, ("while loading", (here - 1) * idle + stored, loading)]
+        formula = f"engines of {processes} process(es): {as_size(job.engine)} each{beside}"
+        rows.append(("sleeping engines", processes * (idle + job.engine), formula))
+    if first_pass:
+        idle += job.transformers  # on the host in the first pass over prompts
+    loading = (processes - 1) * idle + sum(job.network_bytes.values()) + job.saved
+    formula = f"a pipeline{beside}; several where more memory is free"
+    return [*rows, ("while loading", loading, formula)]
 
 
 def _num_bytes(part: nn.Module) -> int:
     """Returns the bytes of frozen parameters and buffers."""
     parameters = [p for p in part.parameters() if not p.requires_grad]
-    return sum(tensor.numel() * tensor.itemsize for tensor in [*parameters, *part.buffers()])
+    return sum(tensor.nbytes for tensor in [*parameters, *part.buffers()])
 
 
 def _transformer(job: Job) -> Row:
-    shards, spread = 1, "whole on each rank"
+    shards = 1
+    spread = "whole on each rank"
     if job.strategy == "fsdp2":
         # Each machine holds the weights once, or all machines together with one process each.
         per_node = job.processes // job.nodes
@@ -267,8 +284,8 @@ def _transformer(job: Job) -> Row:
     return name, job.transformers // shards - away, formula
 
 
-def _copy_that_samples(job: Job, strategy: str) -> Row:
-    """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
+def _copy_that_samples(job: Job) -> Row:
+    """Returns the copy in the process that samples, or an engine with a pipeline of its own."""
     rollout = job.config.rollout
     if not job.spec.engine_class.copies_network:
         where = f"{rollout.name} on the same card: a {rollout.dtype} pipeline"
@@ -276,11 +293,12 @@ def _copy_that_samples(job: Job, strategy: str) -> Row:
             where += f", asleep but for the rollout: {as_size(job.engine)}"
             return "rollout engine", 0, where
         return "rollout engine", job.engine, f"{where}, always"
+    is_split = job.strategy == "fsdp2" and not rollout.workers
     itemsize = DTYPES[rollout.dtype].itemsize
     # Copies in another precision share the codes of quantized weights, unless these are split.
     codes = sum(p.nbytes for p in job.model.network.parameters() if not p.is_floating_point())
-    shared = 0 if strategy == "fsdp2" else codes
-    size, lora = job.in_rollout(job.transformers - codes) + codes - shared, itemsize * job.trained
+    size = job.in_rollout(job.transformers - codes) + (codes if is_split else 0)
+    lora = itemsize * job.trained
     if rollout.quantization is not None:
         linear, quantized = _quantized(job, rollout.quantization)
         size += quantized - linear * itemsize
@@ -289,16 +307,17 @@ def _copy_that_samples(job: Job, strategy: str) -> Row:
     elif rollout.dtype != job.config.model.dtype:
         formula = f"{rollout.dtype} transformer and LoRA"
     else:
-        kept = rollout.dtype if rollout.merge_lora == ROUNDED else "fp32"
-        lora = DTYPES[kept].itemsize * job.trained
-        if strategy == "fsdp2":
-            formula = f"{rollout.dtype} transformer, whole, and {kept} LoRA"
+        lora_dtype = rollout.dtype if rollout.merge_lora == ROUNDED else "fp32"
+        lora = DTYPES[lora_dtype].itemsize * job.trained
+        if is_split:
+            formula = f"{rollout.dtype} transformer, whole, and {lora_dtype} LoRA"
         elif rollout.merge_lora is True:
             weights = [layer.get_base_layer().weight for layer in lora_layers(job.model.network)]
-            size = sum(weight.numel() * weight.itemsize for weight in weights)
+            size = sum(weight.nbytes for weight in weights)
             formula = f"fp32 LoRA, and {len(weights)} {rollout.dtype} weights that it is added to"
         else:
-            size, formula = 0, f"shares the frozen weights; {kept} LoRA of its own"
+            size = 0
+            formula = f"shares the frozen weights; {lora_dtype} LoRA of its own"
     return "rollout copy", size + lora, formula
 
 

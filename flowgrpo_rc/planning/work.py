@@ -22,34 +22,35 @@ def counts(job: Job) -> list[Count]:
 
 
 def _samples(job: Job) -> list[Count]:
-    rollout, prompts = job.config.rollout, job.config.data.train_batch_size
+    rollout = job.config.rollout
+    num_prompts = job.config.data.train_batch_size
     held_out = rollout.held_out_spec()
-    pipeline, interval = rollout.pipeline, rollout.algo.sde_window_interval
+    num_steps = rollout.pipeline.num_inference_steps
     size, first, last = rollout.window()
-    window = f"none of {pipeline.num_inference_steps}: the ODE"
-    if size:
-        window = f"{size} of the steps {first} to {last - 1}, of {pipeline.num_inference_steps}"
-        if interval is not None:
-            window += f"; sliding by one every {interval} training steps"
+    window = f"{size} of the steps {first} to {last - 1}, of {num_steps}"
+    if not size:
+        window = f"none of {num_steps}: the ODE"
+    elif rollout.algo.sde_window_interval is not None:
+        window += f"; sliding by one every {rollout.algo.sde_window_interval} training steps"
     latents = job.model.latent_shape(rollout.spec())
     shape = f"{' x '.join(map(str, latents))} for {_size(rollout.spec())}"
-    passes = held_out.num_inference_steps * (2 if job.model.cfg_scale(held_out) > 1 else 1)
-    on_a_rank = job.spec.samples_per_step
-    images = f"{prompts} prompts x {rollout.n}; {on_a_rank} on a rank"
-    groups = f"{rollout.n} samples each; {prompts // job.processes} on a rank"
-    count = prompts * job.config.trainer.total_training_steps
-    blank = job.model.blank_conditioning(1, rollout.spec()).tensors()
-    each = sum(tensor.nbytes for tensor in blank.values())
-    formula = f"at most: {count:,} of training x {as_size(each)}, and held-out ones"
-    kept = [("kept prompts", as_size(count * each), formula)]
-    return [
-        *(kept if job.config.model.prompt_cache else ()),
-        (f"{job.model.makes}s per step", f"{prompts * rollout.n:,}", images),
-        ("groups per step", f"{prompts:,}", groups),
+    forwards = held_out.num_inference_steps * (2 if job.model.cfg_scale(held_out) > 1 else 1)
+    images = f"{num_prompts} prompts x {rollout.n}; {job.spec.samples_per_step} on a rank"
+    groups = f"{rollout.n} samples each; {num_prompts // job.processes} on a rank"
+    rows = [
+        (f"{job.model.makes}s per step", f"{num_prompts * rollout.n:,}", images),
+        ("groups per step", f"{num_prompts:,}", groups),
         ("stochastic steps", str(size), window),
         ("latents of a sample", f"{math.prod(latents):,}", shape),
-        ("forwards, held-out sample", str(passes), f"of {_size(held_out)}, in an evaluation"),
+        ("forwards, held-out sample", str(forwards), f"of {_size(held_out)}, in an evaluation"),
     ]
+    if job.config.model.prompt_cache:
+        count = num_prompts * job.config.trainer.total_training_steps
+        blank = job.model.blank_conditioning(1, rollout.spec()).tensors()
+        num_bytes = sum(tensor.nbytes for tensor in blank.values())
+        formula = f"at most: {count:,} of training x {as_size(num_bytes)}, and held-out ones"
+        rows.insert(0, ("kept prompts", as_size(count * num_bytes), formula))
+    return rows
 
 
 def _size(spec: SamplerSpec) -> str:
@@ -62,95 +63,104 @@ def passes(job: Job) -> list[Pass]:
 
     With guidance a sample takes two forwards.
     """
-    config, actor, rollout = job.config, job.config.actor, job.config.rollout
+    config = job.config
+    actor = config.actor
+    rollout = config.rollout
     spec = job.spec
-    num_trained = spec.trained_per_step
-    each = spec.trained_n or rollout.n
-    found = _sampling(job, "sampling", rollout, rollout.n)
+    trained_n = spec.trained_n or rollout.n
+    rows = _sampling(job, "sampling", rollout, rollout.n)
     if rollout.redraw:
-        found += _sampling(job, "redrawn", spec.trained_rollout, each)
-    trained = _trained(job, num_trained, each)
+        rows += _sampling(job, "redrawn", spec.trained_rollout, trained_n)
+    trained = _trained(job, spec.trained_per_step, trained_n)
     updated = trained * actor.ppo_epochs
-    old, correction = "forwards, old policy", config.algorithm.rollout_correction
+    old = "forwards, old policy"
     if spec.mode is None:
-        found.append((old, updated, "no gradient; beside those with backward", "forward"))
+        rows.append((old, updated, "no gradient; beside those with backward", "forward"))
     elif spec.mode == "bypass":
         together = actor.steps_per_forward or spec.trained_steps
-        if correction.bypass_level == "window" and together < spec.trained_steps:
+        whole_windows = config.algorithm.rollout_correction.bypass_level == "window"
+        if whole_windows and together < spec.trained_steps:
             formula = "no gradient; a loss of whole windows has to see them first"
-            found.append(("forwards, windows", updated, formula, "forward"))
-    elif (why := spec.why_recompute) is not None:
-        every = trained
+            rows.append(("forwards, windows", updated, formula, "forward"))
+    elif spec.why_recompute is not None:
+        recomputed = trained
         if not rollout.redraw:
             # While rewards are scored nobody knows yet which samples are trained on.
-            every = _trained(job, spec.samples_per_step, rollout.n)
-        found.append((old, every, f"no gradient; of every mini-batch: {why}", "forward"))
+            recomputed = _trained(job, spec.samples_per_step, rollout.n)
+        formula = f"no gradient; of every mini-batch: {spec.why_recompute}"
+        rows.append((old, recomputed, formula, "forward"))
     else:
         first = trained * actor.ppo_mini_batch_size // config.data.train_batch_size
-        which = "of all mini-batches but the first, whose own forwards serve"
-        found.append((old, trained - first, f"no gradient; {which}", "forward"))
-    formula = f"{num_trained} samples x {_trained_steps(job)}{guidance(job)[1]}"
+        formula = "no gradient; of all mini-batches but the first, whose own forwards serve"
+        rows.append((old, trained - first, formula, "forward"))
+    formula = f"{spec.trained_per_step} samples x {_trained_steps(job)}{guidance(job)[1]}"
     if actor.ppo_epochs > 1:
         formula += f" x {actor.ppo_epochs} epochs"
     if rollout.algo.shared_prefix:
         formula += "; where a window begins, one of a prompt in a micro-batch"
     if actor.use_kl_loss:
         kind = "forward" if actor.kl_reference == "start" else "base"
-        found.append(("forwards, reference", updated, f"{formula}, no gradient (KL)", kind))
-    found.append(("forwards with backward", updated, formula, "update"))
+        rows.append(("forwards, reference", updated, f"{formula}, no gradient (KL)", kind))
+    rows.append(("forwards with backward", updated, formula, "update"))
     if needs_samples(spec.rewards):
-        decoded = spec.samples_per_step + (num_trained if rollout.redraw else 0)
-        found.append(("decoded by the VAE", decoded, f"{job.model.makes}s", "VAE"))
+        decoded = spec.samples_per_step + (spec.trained_per_step if rollout.redraw else 0)
+        rows.append(("decoded by the VAE", decoded, f"{job.model.makes}s", "VAE"))
     if config.model.prompt_cache is None:
         prompts = config.data.train_batch_size // job.processes + guidance(job)[0] - 1
         prompts *= 2 if rollout.redraw else 1
         formula = "a negative one with guidance; model.prompt_cache has none in a step"
-        found.append(("encoded prompts", prompts, formula, "encoders"))
-    return found
+        rows.append(("encoded prompts", prompts, formula, "encoders"))
+    return rows
 
 
-def _sampling(job: Job, name: str, rollout: RolloutConfig, each: int) -> list[Pass]:
-    """Returns the forwards that draw `each` samples of a prompt: those of all blocks, and those
-    that skip the middle ones. Mean of all training steps and of the places of a window.
+def _sampling(job: Job, name: str, rollout: RolloutConfig, n: int) -> list[Pass]:
+    """Returns the forwards that draw `n` samples of a prompt: those of all blocks, and those that
+    skip the middle ones. Mean of all training steps and of the places of a window.
     """
-    takes, formula = guidance(job)
-    samples = alike = job.config.data.train_batch_size // job.processes * each
+    per_step, formula = guidance(job)
+    samples = alike = job.config.data.train_batch_size // job.processes * n
     if rollout.algo.shared_prefix:
-        alike = _groups(samples, each, job.spec.chunk_size)
+        alike = _groups(samples, n, job.spec.chunk_size)
         formula += "; one of a prompt in a chunk until they differ"
-    rows, evaluated = [0.0, 0.0], 0
+    whole = cached = 0.0
+    evaluated = 0
     last = job.config.trainer.total_training_steps
     for step in range(1, last + 1):
         size, first, end = rollout.window_at(step)
-        starts, cached = range(first, end - size + 1), rollout.cached_steps(step)
+        starts = range(first, end - size + 1)
+        cached_steps = rollout.cached_steps(step)
         for index in range(rollout.evaluations(step)):
             # The samples of a prompt are the same up to their first noise.
             same = sum(start >= index for start in starts) / len(starts)
-            rows[index in cached] += (samples + same * (alike - samples)) * takes / last
+            forwards = (samples + same * (alike - samples)) * per_step / last
+            if index in cached_steps:
+                cached += forwards
+            else:
+                whole += forwards
             evaluated += 1
     formula = f"{samples} samples x {round(evaluated / last)} steps{formula}"
     kind = "base" if rollout.merge_lora is True else "forward"
-    found = [(f"forwards, {name}", round(rows[0]), formula, kind)]
-    if rows[1]:
+    rows = [(f"forwards, {name}", round(whole), formula, kind)]
+    if cached:
         saved = saved_share(job.model.network, 1, 1)
         formula = f"of cached steps, without {saved:.0%} of the blocks (rollout.cache)"
-        found.append(("forwards, cached", round(rows[1]), formula, "cached"))
-    return found
+        rows.append(("forwards, cached", round(cached), formula, "cached"))
+    return rows
 
 
-def _trained(job: Job, samples: int, each: int) -> int:
-    """Counts the forwards of the training graph on samples, `each` of a prompt."""
+def _trained(job: Job, samples: int, n: int) -> int:
+    """Counts the forwards of the training graph on samples, `n` of a prompt."""
     rows = samples * job.spec.trained_steps
     if job.config.rollout.algo.shared_prefix:
         # Where the window begins, the samples of a prompt have the same state.
-        rows += _groups(samples, each, job.config.actor.ppo_micro_batch_size_per_gpu) - samples
+        rows += _groups(samples, n, job.config.actor.ppo_micro_batch_size_per_gpu) - samples
     return rows * guidance(job)[0]
 
 
-def _groups(samples: int, each: int, at_once: int) -> int:
-    """Counts the prompts in each of the parts that samples are cut into, all together."""
-    parts = (range(samples)[start : start + at_once] for start in range(0, samples, at_once))
-    return sum(part[-1] // each - part[0] // each + 1 for part in parts)
+def _groups(samples: int, n: int, at_once: int) -> int:
+    """Counts the prompts in each of the chunks that samples are cut into, all together."""
+    chunks = (range(samples)[start : start + at_once] for start in range(0, samples, at_once))
+    return sum(chunk[-1] // n - chunk[0] // n + 1 for chunk in chunks)
 
 
 def guidance(job: Job) -> tuple[int, str]:
@@ -165,23 +175,23 @@ def _trained_steps(job: Job) -> str:
 
 
 def _updates(job: Job) -> list[Count]:
-    config, actor = job.config, job.config.actor
-    each_sample, doubled = guidance(job)
-    prompts = config.data.train_batch_size
+    config = job.config
+    actor = config.actor
+    per_step, guided = guidance(job)
     mini = job.spec.samples_per_mini_batch
     micro = actor.ppo_micro_batch_size_per_gpu
-    size = job.spec.trained_steps
-    together = actor.steps_per_forward or size
-    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    together = actor.steps_per_forward or job.spec.trained_steps
+    forwards = math.ceil(job.spec.trained_steps / together)
+    updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     steps = config.trainer.total_training_steps
-    images = f"{steps * prompts * config.rollout.n:,} {job.model.makes}s in all"
-    rows = f"{micro} samples x {together} steps at once{doubled}; its activations grow with them"
+    images = steps * config.data.train_batch_size * config.rollout.n
+    rows = f"{micro} samples x {together} steps at once{guided}; its activations grow with them"
     mini_batches = f"{actor.ppo_mini_batch_size} prompts each, {mini} samples on a rank"
     micro_batches = f"{mini} / {micro} samples x {_trained_steps(job)}, {together} at once"
     return [
         ("mini-batches per step", str(updates), mini_batches),
-        ("micro-batches each", f"{mini // micro * math.ceil(size / together)}", micro_batches),
-        ("rows of a micro-batch", f"{micro * together * each_sample}", rows),
-        ("steps", f"{steps:,}", images),
+        ("micro-batches each", str(mini // micro * forwards), micro_batches),
+        ("rows of a micro-batch", str(micro * together * per_step), rows),
+        ("steps", f"{steps:,}", f"{images:,} {job.model.makes}s in all"),
         ("updates", f"{job.spec.total_updates:,}", f"{updates} per step"),
     ]

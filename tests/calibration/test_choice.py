@@ -263,11 +263,3 @@ def composed_with(found: Settings, folder: Path, *overrides: str) -> Config:
 def test_the_file_says_what_is_applied(tmp_path: Path) -> None:
     found = settings(mismatch(1e-4), DECOUPLED, f"{KEY}.exclude_rejected=true", mode="bypass")
     assert composed_with(found, tmp_path) == found.applied(config_of())
-
-
-@pytest.mark.parametrize(
-    ("value", "rounded"),
-    [(3.21e-4, 3.3e-4), (3.2e-4, 3.2e-4), (9.91e-4, 1e-3), (1.26e-3, 1.3e-3), (0.0, 0.0)],
-)
-def test_a_band_is_rounded_up(value: float, rounded: float) -> None:
-    assert up(value) == pytest.approx(rounded, rel=1e-12)

@@ -9,45 +9,36 @@ import torch
 
 from flowgrpo_rc.calibration.choice import Settings
 from flowgrpo_rc.calibration.savings import (
-    CacheTrial,
-    TailTrial,
+    Saving,
     caches_to_try,
     cheapest,
     correlation,
-    with_cache,
-    with_tail,
+    with_cheapest,
 )
 from flowgrpo_rc.rollout.config import AlgoConfig, RolloutConfig
 
 
-def trial(tail_steps: int, agreement: float, tail: str = "euler") -> TailTrial:
-    return TailTrial(
-        tail=tail, tail_steps=tail_steps, evaluations=5 + tail_steps, agreement=agreement
-    )
+def saving(saved: float, agreement: float, *, carried: bool = True) -> Saving:
+    return Saving({"rollout.cache.every": 2}, saved, agreement, 1e-3, carried)
 
 
 @pytest.mark.parametrize(
-    ("trials", "chosen"),
+    ("savings", "chosen"),
     [
-        ([trial(1, 0.9), trial(2, 0.96), trial(3, 0.99)], 1),
-        ([trial(1, 0.94), trial(1, 0.951, "ab2"), trial(2, 0.99)], 1),
-        ([trial(2, 0.96), trial(2, 0.97, "ab2")], 1),
-        ([trial(1, math.nan), trial(2, 0.95)], 1),
-        ([trial(1, 0.5), trial(2, math.nan)], None),
+        ([saving(0.4, 0.94), saving(0.3, 0.96), saving(0.2, 0.99)], 1),
+        ([saving(0.4, 0.99, carried=False), saving(0.2, 0.95)], 1),
+        ([saving(0.3, 0.96), saving(0.3, 0.97)], 1),
+        ([saving(0.4, math.nan), saving(0.3, 0.95)], 1),
+        ([saving(0.4, math.nan), saving(0.3, 0.5)], None),
     ],
 )
-def test_the_fewest_evaluations_that_agree_and_then_the_best(trials, chosen):
-    assert cheapest(trials) == (None if chosen is None else trials[chosen])
-
-
-def test_the_chosen_tail_is_written():
+def test_what_saves_most_of_those_that_agree_and_are_carried(savings, chosen) -> None:
+    assert cheapest(savings) == (None if chosen is None else savings[chosen])
     before = Settings(values={"a.b": 1}, reason="why", notes=["before"])
-    found = with_tail(before, [trial(2, 0.97, "ab2")])
-    assert found.values == {"a.b": 1, "rollout.algo.tail": "ab2", "rollout.algo.tail_steps": 2}
-    assert found.notes[0] == "before"
-    assert "7 evaluations" in found.notes[1]
-    none_agrees = with_tail(before, [trial(2, 0.5)])
-    assert (none_agrees.values, len(none_agrees.notes)) == ({"a.b": 1}, 2)
+    settings = with_cheapest(before, savings)
+    assert settings.values == {"a.b": 1} | ({} if chosen is None else savings[chosen].settings)
+    assert settings.notes[0] == "before"
+    assert "rollout.cache.every" in settings.notes[1]
 
 
 def test_a_correlation_is_pearsons():
@@ -55,29 +46,6 @@ def test_a_correlation_is_pearsons():
     assert correlation(left, 3 * left + 1) == pytest.approx(1)
     assert correlation(left, -left) == pytest.approx(-1)
     assert math.isnan(correlation(left, torch.zeros(4)))
-
-
-def cached(saved: float, agreement: float, *, carried: bool = True) -> CacheTrial:
-    return CacheTrial(
-        every=2, window=True, saved=saved, agreement=agreement, mismatch=1e-3, carried=carried
-    )
-
-
-@pytest.mark.parametrize(
-    ("trials", "chosen"),
-    [
-        ([cached(0.4, 0.94), cached(0.3, 0.96), cached(0.2, 0.99)], 1),
-        ([cached(0.4, 0.99, carried=False), cached(0.2, 0.95)], 1),
-        ([cached(0.3, 0.96), cached(0.3, 0.97)], 1),
-        ([cached(0.4, math.nan), cached(0.3, 0.5)], None),
-    ],
-)
-def test_what_saves_most_of_those_that_agree_and_are_carried(trials, chosen):
-    assert cheapest(trials) == (None if chosen is None else trials[chosen])
-    found = with_cache(Settings(values={"a.b": 1}, reason="why", notes=["before"]), trials)
-    cache = {} if chosen is None else {"rollout.cache.every": 2, "rollout.cache.window": True}
-    assert found.values == {"a.b": 1} | cache
-    assert len(found.notes) == 2
 
 
 def test_no_two_settings_skip_the_same_steps() -> None:

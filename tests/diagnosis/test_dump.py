@@ -143,10 +143,10 @@ BAD = [
     (without("latents"), "no tensor 'latents', but advantages, group"),
     (without("rollout_log_probs"), "no tensor 'rollout_log_probs'"),
     (without("sigmas") | without("timesteps"), "no tensor 'sigmas'"),
-    ({"latents": torch.zeros(18, 7, 4)}, "do not fit 7 steps of latents"),
-    ({"latents": torch.zeros(5, 8, 4)}, "do not fit: give latents"),
-    ({"means": torch.zeros(18, 7, 5)}, "do not fit 7 steps"),
-    ({"old_log_probs": torch.zeros(18, 3)}, r"old_log_probs has shape \[18, 3\], not \[18, 7\]"),
+    ({"latents": torch.zeros(18, 7, 4)}, r"does not fit latents \[18, 7, 4\]"),
+    ({"latents": torch.zeros(5, 8, 4)}, r"rollout_log_probs \[18, 7\]: give states"),
+    ({"means": torch.zeros(18, 7, 5)}, r"means \[18, 7, 5\] does not fit"),
+    ({"old_log_probs": torch.zeros(18, 3)}, r"old_log_probs \[18, 3\] does not fit"),
     ({"rollout_log_probs": torch.full((18, 7), torch.nan)}, r"126 numbers of rollout_log_probs"),
     (
         without("means") | {"latents": torch.full((18, 8, 4), torch.inf)},
@@ -184,8 +184,8 @@ def test_wrong_settings_are_refused(settings: dict[str, str], message: str, tmp_
 def test_a_pickle_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "samples.pt"
     path.write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
-    for given in (path, tmp_path):
-        assert main(["diagnose", str(given)]) == 2
+    for dump in (path, tmp_path):
+        assert main(["diagnose", str(dump)]) == 2
         assert "A pickle (.pt, .pkl, .bin) can run code" in capsys.readouterr().err
 
 
@@ -213,17 +213,19 @@ def sparse(path: Path, shapes: dict[str, list[int]]) -> None:
 def test_ten_gigabytes_are_not_all_read(tmp_path: Path) -> None:
     path = tmp_path / "large.safetensors"
     shapes = {"sigmas": [5], "latents": [40000, 5, 16, 28, 28], "rollout_log_probs": [40000, 4]}
-    for each in (path, *(tmp_path / f"{number}.safetensors" for number in range(3))):
-        sparse(each, shapes)
+    for file in (path, *(tmp_path / f"{number}.safetensors" for number in range(3))):
+        sparse(file, shapes)
     assert path.stat().st_size > 10e9
     # In a process of its own, whose largest size is not that of another test.
     code = "import resource, sys; from pathlib import Path; from flowgrpo_rc.diagnosis.dump import "
     code += "read_dump; size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
-    code += "a = size(); n = len(read_dump(Path(sys.argv[1])).rollout); print(n, size() - a)"
-    for given in (path, tmp_path):
-        samples, kilobytes = map(int, ran(sys.executable, "-c", code, str(given)).stdout.split())
-        assert samples == 256
-        assert kilobytes < 1e6
+    code += (
+        "a = size(); print(*(len(read_dump(Path(p)).rollout) for p in sys.argv[1:]), size() - a)"
+    )
+    said = ran(sys.executable, "-c", code, str(path), str(tmp_path)).stdout
+    of_file, of_folder, kilobytes = map(int, said.split())
+    assert of_file == of_folder == 256
+    assert kilobytes < 1e6
     sparse(path, shapes | {"latents": [2, 5, 16, 4096, 4096], "rollout_log_probs": [2, 4]})
     with pytest.raises(ValueError, match="too large to look at"):
         read_dump(path)

@@ -12,7 +12,7 @@ import pytest
 from support.compositions import checked_config, resolved
 
 from flowgrpo_rc.calibration.choice import KEY, Settings
-from flowgrpo_rc.config.compose import compose_config, config_folder
+from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -68,9 +68,7 @@ def plan(overrides: list[str], processes: int, config_dir: str | None = None) ->
     config = checked_config(
         compose_config(overrides, config_dir=config_dir), num_processes=processes
     )
-    return make_plan(
-        job_of(resolved(config, processes), config_folder() / "architectures"), measure=False
-    )
+    return make_plan(job_of(resolved(config, processes)), measure=False)
 
 
 def calibration_bytes(plan: Plan, shards: int) -> int:

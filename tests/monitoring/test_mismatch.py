@@ -72,7 +72,7 @@ def floor_of(
     return MismatchMonitor(policy(EvenSchedule(), None), processes, clip_ratio=1e-4, **options)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 100])
+@pytest.mark.parametrize("count", [1, 2, 100])
 def test_quantiles_are_numpys(count: int) -> None:
     values = differences(count, 1).flatten()
     gap = torch.full((3,), math.nan)
@@ -81,9 +81,15 @@ def test_quantiles_are_numpys(count: int) -> None:
         assert found == pytest.approx(np.quantile(values.numpy(), fraction), rel=1e-12)
 
 
-def test_the_advised_band_has_one_digit() -> None:
-    found = [round_up(p99, 1) for p99 in (2.1e-4, 3e-4, 9.5e-5, 1.01e-3, 7e-6)]
-    assert found == [3e-4, 3e-4, 1e-4, 2e-3, 7e-6]
+@pytest.mark.parametrize(
+    ("value", "digits", "rounded"),
+    [
+        *((2.1e-4, 1, 3e-4), (3e-4, 1, 3e-4), (9.5e-5, 1, 1e-4), (1.01e-3, 1, 2e-3)),
+        *((3.21e-4, 2, 3.3e-4), (9.91e-4, 2, 1e-3), (1.26e-3, 2, 1.3e-3), (0.0, 2, 0.0)),
+    ],
+)
+def test_a_band_is_rounded_up(value: float, digits: int, rounded: float) -> None:
+    assert round_up(value, digits) == pytest.approx(rounded, rel=1e-12)
 
 
 def test_the_metrics_of_one_iteration() -> None:
@@ -143,13 +149,13 @@ def test_tokens_have_no_timesteps_and_no_padding() -> None:
     assert not any("/" in name for name in found)
 
 
-@pytest.mark.parametrize("names", ["slime", "both"])
-def test_slimes_names(names: str) -> None:
-    floor = floor_of(FlowPolicy, metric_names=names)
-    floor.before_update(diffusion_batch(torch.zeros(2, 2)), differences(2, 2))
-    found = floor.finish(recomputes=False).compute()
-    assert "train_rollout_logprob_abs_diff" in found
-    assert ("logprob_abs_diff_mean" in found) == (names == "both")
+def test_slimes_names() -> None:
+    for names in ("slime", "both"):
+        floor = floor_of(FlowPolicy, metric_names=names)
+        floor.before_update(diffusion_batch(torch.zeros(2, 2)), differences(2, 2))
+        metrics = floor.finish(recomputes=False).compute()
+        assert "train_rollout_logprob_abs_diff" in metrics
+        assert ("logprob_abs_diff_mean" in metrics) == (names == "both")
 
 
 def test_nothing_finite_is_nothing_to_report() -> None:

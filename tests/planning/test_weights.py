@@ -17,7 +17,7 @@ from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.quantization import quantized_layers
 from flowgrpo_rc.planning.fit import Fitter, Line
 from flowgrpo_rc.planning.plan import make_plan
-from flowgrpo_rc.planning.weights import Job, memory, on_the_host
+from flowgrpo_rc.planning.weights import Job, as_size, memory, on_the_host
 from flowgrpo_rc.planning.work import counts
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 
@@ -249,7 +249,7 @@ def test_quantized_training_weights() -> None:
     in_fp32 = sizes(job(SD35, nf4, "rollout.dtype=fp32"))["rollout copy"]
     assert in_fp32 == 2 * floats + whole["LoRA"]
     # Parameters, loading and an engine with a pipeline of its own are as before.
-    plans = [make_plan(one, measure=False) for one in (packed, base)]
+    plans = [make_plan(run, measure=False) for run in (packed, base)]
     assert plans[0].parameters == plans[1].parameters
     assert on_the_host(packed)[-1] == on_the_host(base)[-1]
     assert job(SD35, own, nf4).engine == job(SD35, own).engine
@@ -273,7 +273,7 @@ def test_layers_on_the_host() -> None:
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
     """The bundled job from its folder, and with the overrides of verl-omni."""
     overrides = ["trainer.nnodes=1", "actor_rollout_ref.rollout.n=24", "--processes", "2"]
-    assert main(["plan", *overrides]) == 0
+    assert main(["plan", *overrides, "--tflops", "2"]) == 0
     shown = capsys.readouterr()
     assert "tiny_ocr: StableDiffusion3Pipeline on 2 processes, ddp" in shown.out
     for words in ("transformer", "2,293,024", "8 prompts x 24; 96 on a rank", "sum"):
@@ -285,16 +285,23 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     for name in (*besides, "update", "rollout", "decoding", "while loading"):
         assert re.search(rf"^  {name} ", shown.out, re.MULTILINE), name
     assert "no counterpart" in shown.err
-    assert main(["plan", "--fit", "8GB"]) == 0
+    assert "work of a rank in a step, at 2 TFLOP a second" in shown.out
+    rows = re.findall(r"^  (\w.*?)  +([\d.]+) TFLOP +(\d+)% +(\S+) s  ", shown.out, re.MULTILINE)
+    *shares, whole, _ = [(float(size), int(share), float(time)) for _, size, share, time in rows]
+    assert [name for name, *_ in rows][-2:] == ["sum", "held-out sample"]
+    assert sum(size for size, _, _ in shares) == pytest.approx(whole[0], rel=0.02)
+    assert sum(share for _, share, _ in shares) == pytest.approx(100, abs=2)
+    assert whole[2] == pytest.approx(whole[0] / 2, rel=0.02)  # two digits
+
+
+def test_the_command_fits_a_card(capsys: pytest.CaptureFixture) -> None:
+    """The peak, drawn from one and two samples, is that of a plan with the proposed settings."""
+    assert main(["plan", "--fit", "8GB", "rollout.dtype=bf16"]) == 0
     shown = capsys.readouterr()
-    assert "tiny_ocr fits a card of 8 GiB with 5% to spare" in shown.out
     assert shown.err.startswith("--fit 8: measures what one and two samples need")
-    assert main(["plan", "--fit", "8", "--processes", "0"]) == 2  # and measures nothing
-    assert capsys.readouterr().err == "error: --processes 0: give at least 1\n"
-    setting = "trainer.seed=2"
-    for words in ([setting, "--fit"], ["--fit", setting], ["--fit", "--processes=1"]):
-        assert main(["plan", *words]) == 2
-        assert "--fit: no GPU is visible; give the GiB of a card" in capsys.readouterr().err
+    sentence, overrides = shown.out.splitlines()
+    peak = as_size(make_plan(job("rollout.dtype=bf16", *overrides.split())).peak_bytes)
+    assert sentence == f"tiny_ocr fits a card of 8 GiB with 5% to spare: peak {peak} with"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +309,12 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     [
         (["--config-name", "token_grpo"], "model.kind=causal_lm"),
         (["--processes", "3"], "3 processes"),
-        (["--processes", "0"], "--processes 0: give at least 1"),
+        # They measure nothing before.
+        (["--fit", "8", "--processes", "0"], "error: --processes 0: give at least 1\n"),
+        *(
+            (words, "--fit: no GPU is visible; give the GiB of a card")
+            for words in (["--fit"], ["--fit", "--processes=1"], ["--fit", "trainer.seed=2"])
+        ),
         (["--nodes", "0"], "--nodes 0: give at least 1"),
         (["--tflops", "0"], "--tflops 0.0: give the rate of a card, above 0, such as 400"),
         (["model.offload_idle=layers", "rollout.dtype=bf16"], "set rollout.name=diffusers,"),

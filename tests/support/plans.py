@@ -25,7 +25,7 @@ def job(*overrides: str, processes: int = 1, nodes: int = 1) -> Job:
     plain = {"offload_idle": False, "gradient_checkpointing": False, "prompt_cache": None}
     alike = replace(config.model, decode_batch_size=None, **plain)
     if repr(alike) not in _BUILT:
-        _BUILT[repr(alike)] = job_of(spec, ARCHITECTURES)
+        _BUILT[repr(alike)] = job_of(spec)
     first = _BUILT[repr(alike)]
     model = replace(config.model, path=first.config.model.path)
     return replace(first, spec=spec.with_sections(model=model), nodes=nodes)
