@@ -194,7 +194,6 @@ ASKS_THE_MODE = {
     "correction/config.py",
     "spec/run_spec.py",
     "spec/resolve.py",
-    "spec/check_settings.py",
     "calibration/choice.py",
     "algorithms/policy_gradient/objective.py",
     "monitoring/health_rules.py",
