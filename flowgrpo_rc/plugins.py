@@ -102,6 +102,13 @@ def check_options(
         raise ValueError(f"{where}: {cls.__name__} needs the option {', '.join(missing)}")
 
 
+def refuse(*cases: tuple[object, str], about: str = "", end: str = "") -> None:
+    """Raises ValueError with the first reason that holds, of (holds, reason)."""
+    for holds, reason in cases:
+        if holds:
+            raise ValueError(f"{about}{reason}{end}")
+
+
 def check_choice(key: str, value: str | None, allowed: Iterable[str | None]) -> None:
     """Raises ValueError unless a setting has one of the allowed values; None is null."""
     if value not in allowed:
@@ -205,14 +212,15 @@ def _class_at(path: str, base: type) -> type:
     module_name, _, class_name = path.rpartition(".")
     _check_module(module_name, path)
     value = vars(import_module(module_name)).get(class_name)
-    if value is None:
-        raise ValueError(f"{path}: {module_name} has no class {class_name!r}")
-    if not (inspect.isclass(value) and issubclass(value, base)):
-        raise ValueError(f"{path} is not a subclass of {base.__module__}.{base.__name__}")
-    if inspect.isabstract(value):
-        raise ValueError(
-            f"{path} is abstract: it lacks {', '.join(sorted(vars(value)['__abstractmethods__']))}"
-        )
+    is_subclass = inspect.isclass(value) and issubclass(value, base)
+    lacking = ", ".join(sorted(getattr(value, "__abstractmethods__", ())))
+    refuse(
+        (value is None, f": {module_name} has no class {class_name!r}"),
+        (not is_subclass, f" is not a subclass of {base.__module__}.{base.__name__}"),
+        (lacking, f" is abstract: it lacks {lacking}"),
+        about=path,
+    )
+    assert isinstance(value, type)
     return value
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.checkpoint import Checkpoint, set_aside_after
@@ -28,10 +27,10 @@ def check_same_rewards(spec: RunSpec, processes: Processes) -> None:
     """Raises ValueError if machines decide differently what the rewards leave open."""
     before = flat_settings(spec.given.reward.terms, "reward.terms")
     terms = flat_settings(spec.config.reward.terms, "reward.terms").items()
-    found = [f"{key}={value}" for key, value in terms if before.get(key) != value]
-    told = set(processes.gather_objects([", ".join(found)]))
-    if len(told) > 1:
-        listed = " or ".join(sorted(told))
+    settled = [f"{key}={value}" for key, value in terms if before.get(key) != value]
+    everywhere = set(processes.gather_objects([", ".join(settled)]))
+    if len(everywhere) > 1:
+        listed = " or ".join(sorted(everywhere))
         raise ValueError(f"the machines of this run would score with {listed}: give one of them")
 
 
@@ -45,13 +44,14 @@ def prepare_folder(
     step = -1 if resumed is None else resumed.step
     if resumed is not None:
         folder.check_same_inputs(inputs.read)
-    settings: dict[str, Any] = dataclasses.asdict(config)
     suites = {
         suite.name: suite.protocol(config.rollout, text=spec.is_text).told()
         for suite in inputs.prompts.suites
     }
     further = {"first_prompt": inputs.first_prompt, "suites": suites}
-    folder.create(settings, processes.device, processes.count, inputs.read, further)
+    folder.create(
+        dataclasses.asdict(config), processes.device, processes.count, inputs.read, further
+    )
     rows = MetricsFile(folder.metrics)
     redone = [row["step"] for row in rows.rows() if row["step"] > max(step, 0)]
     for file in (rows, MetricsFile(folder.rejected), MetricsFile(folder.health)):
@@ -70,9 +70,9 @@ def prepare_folder(
             f"{folder.metrics} lacks the rows of {len(missing)} steps, from {missing[0]}"
         )
     health = MetricsFile(folder.health)
-    told = [row.get("message") for row in health.rows()]
+    earlier = [row.get("message") for row in health.rows()]
     for message in messages:
-        if message not in told:
+        if message not in earlier:
             health.append(step, {"message": message})
     return messages
 

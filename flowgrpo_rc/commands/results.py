@@ -56,12 +56,12 @@ def leave_results(config: Config, folder: RunFolder, uploads: Uploads | None = N
         shutil.rmtree(folder.lora_best, ignore_errors=True)  # it may be of steps that are redone
         for path, into, subfolder in places:
             if path.is_dir():
-                found = load_checkpoint(path)
-                tensors = found.tensors.get("ema", found.tensors["lora"])
+                loaded = load_checkpoint(path)
+                tensors = loaded.tensors.get("ema", loaded.tensors["lora"])
                 card = {"source": repo, "subfolder": subfolder}
-                export_with_card(config, folder.root, found.step, tensors, into, **card)
+                export_with_card(config, folder.root, loaded.step, tensors, into, **card)
                 if uploads is not None:
-                    uploads.add(into, found.step, others_in(tensors), subfolder)
+                    uploads.add(into, loaded.step, others_in(tensors), subfolder)
         write_report(folder.root)
     except OSError as error:
         raise OSError(

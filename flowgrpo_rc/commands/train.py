@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
+from flowgrpo_rc.build.processes import make_console, make_log, make_processes
+from flowgrpo_rc.build.run import assemble
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.opening import (
     check_one_folder,
@@ -58,10 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
         samples = f"{config.rollout.n} samples (rollout.n)"
         steps = config.trainer.total_training_steps
         print(f"  Each step      {prompts}, each with {samples}; {steps} steps")
-        trained, given = asdict(config), asdict(spec.given)
-        print(
-            told(trained, given, has_mode=spec.mode is not None, first_prompt=inputs.first_prompt)
-        )
+        has_mode = spec.mode is not None
+        first = inputs.first_prompt
+        print(told(asdict(config), asdict(spec.given), has_mode=has_mode, first_prompt=first))
         return EXIT_OK
     return EXIT_OK if run(spec, at_once=True) is None else EXIT_STOPPED
 
@@ -92,9 +92,9 @@ def run(
                 spec = _agreed(spec, processes, console)
             check_same_rewards(spec, processes)
             if spec.mode is not None:
-                parts = ratio(asdict(spec.config), asdict(spec.given))
+                facts = ratio(asdict(spec.config), asdict(spec.given))
                 console.message(
-                    "; ".join(f"{name.lower()}: {part}" for name, part in parts.items())
+                    "; ".join(f"{name.lower()}: {fact}" for name, fact in facts.items())
                 )
             if inputs.first_prompt:
                 console.message(f"first prompt: {inputs.first_prompt}")
@@ -129,7 +129,7 @@ def _run(
 ) -> str | None:
     config = spec.config
     folder = RunFolder(Path(config.trainer.output_dir))
-    prompts, resumed = inputs.prompts, inputs.resumed
+    resumed = inputs.resumed
     if resumed is not None and _is_over(config, folder, resumed.step):
         if processes.is_main:
             _say_finished(config, folder, resumed, console)
@@ -145,7 +145,9 @@ def _run(
             config, folder, processes, first_step=first_step, console=console, observers=observers
         )
         with out_of_memory_in("loading"):
-            trainer = assemble(spec, folder, processes, prompts, first_step=first_step, log=log)
+            trainer = assemble(
+                spec, folder, processes, inputs.prompts, first_step=first_step, log=log
+            )
         note_fetched(spec, folder, processes, inputs)
         return _train(spec, trainer, folder, resumed, stop)
 
@@ -272,6 +274,6 @@ def _say_results(config: Config, folder: RunFolder, console: Console, reason: st
         )
     console.message(f"LoRA: {folder.lora / EXPORT_NAMES[config.model.kind]}")
     if folder.lora_best.is_dir() and best.worse:
-        told = f"held-out reward {best.reward:.4f}, step {best.step}"
-        console.message(f"best LoRA ({told}): {folder.lora_best}")
+        reached = f"held-out reward {best.reward:.4f}, step {best.step}"
+        console.message(f"best LoRA ({reached}): {folder.lora_best}")
     console.message(f"report: {folder.root / 'report.html'}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
+from flowgrpo_rc.plugins import refuse as refuse
 from flowgrpo_rc.rewards.manager import check_kind
 from flowgrpo_rc.spec.rules import check_rules
 from flowgrpo_rc.spec.run_spec import RunSpec, shares_evenly
@@ -20,13 +21,6 @@ def check_settings(spec: RunSpec) -> None:
     _check_sizes(spec)
     check_rules(spec)
     _check_bounds_of_steps(spec)
-
-
-def refuse(*cases: tuple[object, str], about: str = "", end: str = "") -> None:
-    """Raises ValueError with the first reason that holds, of (holds, reason)."""
-    for holds, reason in cases:
-        if holds:
-            raise ValueError(f"{about}{reason}{end}")
 
 
 def _check_sizes(spec: RunSpec) -> None:

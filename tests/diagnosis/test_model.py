@@ -12,7 +12,7 @@ from support.compositions import checked_config, resolved
 from support.dumps import Made, make_tensors
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
-from flowgrpo_rc.build import engine_alone
+from flowgrpo_rc.build.source import engine_alone
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.rollout.engine import ImageRequest
