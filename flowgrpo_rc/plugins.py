@@ -19,7 +19,6 @@ T = TypeVar("T")
 _ENGINE = "_engine"
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:Gi?B?)?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -138,14 +137,6 @@ def in_seconds(key: str, value: Any) -> Any:
     if "".join(map("".join, terms)) != value:
         raise ValueError(f"{key}={value!r}: give seconds, or a duration such as 2h, 90m or 1h30m")
     return sum(float(number) * _SECONDS[unit] for number, unit in terms)
-
-
-def in_gib(key: str, value: object) -> float:
-    """Returns the memory of a card, a number or such as 24GB or 24GiB, both of which are 24."""
-    size = _SIZE.fullmatch(str(value).strip())
-    if not size or float(size[1]) == 0:
-        raise ValueError(f"{key} {value}: give the GiB of a card, above 0, such as 24 or 24GB")
-    return float(size[1])
 
 
 def load_function(path: str) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ settings ask for, and threads. No library of models is imported for it.
 import logging
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from flowgrpo_rc.spec.run_spec import Machine, gpus_per_worker, shares_evenly
 KEY = "trainer.num_processes"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in a period, the period
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:Gi?B?)?", re.IGNORECASE)  # of a card's memory
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +61,14 @@ def check_planned(processes: int, nodes: int, tflops: float) -> None:
             f"--tflops {tflops}: give the rate of a card, above 0, such as 400",
         ),
     )
+
+
+def in_gib(key: str, value: object) -> float:
+    """Returns the memory of a card, a number or such as 24GB or 24GiB, both of which are 24."""
+    size = _SIZE.fullmatch(str(value).strip())
+    if not size or float(size[1]) == 0:
+        raise ValueError(f"{key} {value}: give the GiB of a card, above 0, such as 24 or 24GB")
+    return float(size[1])
 
 
 def device_named(name: str) -> torch.device:

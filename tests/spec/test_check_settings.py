@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from functools import reduce
-
 import pytest
-from support.compositions import checked_config, resolved, spec_of
+from support.compositions import checked_config, job, resolved, spec_of
 
 from flowgrpo_rc.commands.train import notes
 from flowgrpo_rc.config.compose import compose_config
@@ -58,23 +55,20 @@ def test_quantized_weights_explain_nothing_of_an_engine_with_full_ones() -> None
         ("rollout.algo.sde_type", "cps", ["sde_type=cps", "has no effect"]),
         ("rollout.algo.sde_window_range", [0, 5], ["sde_window_range=[0, 5]", "=null"]),
         ("rollout.algo.sde_window_interval", 5, ["sde_window_interval=5", "has no effect"]),
-        ("rollout.algo.shared_prefix", True, ["shared_prefix=True", "has no effect"]),
+        ("rollout.algo.shared_prefix", "true", ["shared_prefix=True", "has no effect"]),
         ("rollout.algo.tail_steps", 4, ["tail_steps=4", "has no effect"]),
     ],
 )
 def test_what_has_no_meaning_is_refused(
     nft: Config, key: str, value: object, words: list[str]
 ) -> None:
-    config = copy.deepcopy(nft)
-    *sections, name = key.split(".")
-    setattr(reduce(getattr, sections, config), name, value)
+    config = job(f"{key}={value}", of=nft)
     with pytest.raises(ValueError, match=r"=") as error:
         resolved(config)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_an_engine_that_records_steps_is_refused(nft: Config) -> None:
-    config = copy.deepcopy(nft)
-    config.rollout.name = "vllm_omni"
+    config = job("rollout.name=vllm_omni", of=nft)
     with pytest.raises(ValueError, match=r"rollout.name=vllm_omni records steps"):
         check_engine(resolved(config))
