@@ -84,7 +84,7 @@ def keys(section: Any, prefix: str) -> Iterator[tuple[str, str]]:
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             yield from keys(value, f"{prefix}{field.name}.")
-        else:
+        elif field.name != "options":  # no key to write: an option of a loss stands beside it
             yield f"{prefix}{field.name}", texts[field.name]
 
 

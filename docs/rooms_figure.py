@@ -40,7 +40,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"training": "the loop: trainer, update, tasks, sources"},
     {"config": "the settings, Hydra, keys of verl-omni"},
     {"spec": "words become objects, once; all checks"},
-    {"build": "assembles a run", "exports": "LoRA for others, model card"},
+    {"assembly": "assembles a run", "exports": "LoRA for others, model card"},
     {
         "calibration": "measures engine against trainer, finds settings",
         "planning": "memory, work and workers of a run",

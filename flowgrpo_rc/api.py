@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 # An override before the others: what they then say of rewards is theirs alone.
 _NO_TERMS = "reward.terms={}"
-RewardTerms = Mapping[str, Score | Mapping[str, Any]] | Sequence[Score]
+RewardTerms = Mapping[str, Score | Mapping[str, object]] | Sequence[Score]
 
 
 class Metrics(list[dict[str, Any]]):
@@ -227,8 +227,8 @@ def train(
     earlier = len(rows.rows())
     with lasting_streams(), silent() if verbose is False else nullcontext():
         shows = verbose is None and is_seen()
-        health, steps = MetricsFile(RunFolder(folder).health), settings.trainer.total_training_steps
-        bar = ProgressBar(health, steps) if shows else None
+        health = MetricsFile(RunFolder(folder).health)
+        bar = ProgressBar(health, settings.trainer.total_training_steps) if shows else None
         with bar or nullcontext(), quiet("transformers", "diffusers"):
             from flowgrpo_rc.commands.train import run
 
@@ -318,8 +318,8 @@ def export(
     """
     from flowgrpo_rc.commands.export import export_checkpoint
 
-    given = str(_folder(run))
-    return export_checkpoint(given, str(out), raw=raw, push_to_hub=push_to_hub, public=public)[0]
+    place = str(_folder(run))
+    return export_checkpoint(place, str(out), raw=raw, push_to_hub=push_to_hub, public=public)[0]
 
 
 def _folder(run: Run | str | Path) -> Path:
@@ -351,13 +351,14 @@ def _settings(
 
 def _stored(folder: Path, overrides: Overrides, rewards: RewardTerms | None) -> Config:
     """Returns the settings of a run with overrides and, if there are any, these rewards."""
-    path, lines = RunFolder(folder).config, override_lines(overrides, "overrides")
+    path = RunFolder(folder).config
+    lines = override_lines(overrides, "overrides")
     overridden = stored_config(path, [_NO_TERMS, *lines]).reward.terms
     return _with_rewards(stored_config(path, lines), rewards, overridden)
 
 
 def _with_rewards(
-    config: Config, rewards: RewardTerms | None, overridden: Mapping[str, Any]
+    config: Config, rewards: RewardTerms | None, overridden: Mapping[str, object]
 ) -> Config:
     """Returns the settings with these rewards; options that the settings give for them are kept.
 
@@ -373,17 +374,17 @@ def _with_rewards(
                 f"place of all rewards and has {', '.join(named)}: add {name!r} to rewards, or "
                 "drop the setting"
             )
-    terms: dict[str, Any] = {}
-    for name, given in named.items():
-        kept = config.reward.terms.get(name) or {}
-        if isinstance(given, Mapping):
-            terms[name] = {**given, **kept}
+    terms: dict[str, object] = {}
+    for name, reward in named.items():
+        options = config.reward.terms.get(name) or {}
+        if isinstance(reward, Mapping):
+            terms[name] = {**reward, **options}
         else:
-            terms[name] = {**kept, "_target_": "function", "path": give(name, given)}
+            terms[name] = {**options, "_target_": "function", "path": give(name, reward)}
     return replace(config, reward=replace(config.reward, terms=terms))
 
 
-def _named(rewards: RewardTerms) -> Mapping[str, Score | Mapping[str, Any]]:
+def _named(rewards: RewardTerms) -> Mapping[str, Score | Mapping[str, object]]:
     """Returns rewards by name; the functions of a list have their own."""
     if isinstance(rewards, Mapping):
         return rewards
@@ -399,6 +400,6 @@ def _named(rewards: RewardTerms) -> Mapping[str, Score | Mapping[str, Any]]:
 
 def _without_functions(config: Config, rewards: RewardTerms | None) -> Config:
     """Returns the settings without the rewards that are functions of the caller."""
-    functions = [name for name, given in _named(rewards or {}).items() if callable(given)]
+    functions = [name for name, reward in _named(rewards or {}).items() if callable(reward)]
     terms = {name: term for name, term in config.reward.terms.items() if name not in functions}
     return replace(config, reward=replace(config.reward, terms=terms))

@@ -46,14 +46,14 @@ def _run(words: list[str]) -> int:
     arguments = _parsed(words)
     follow_parent()
     set_allocator()
-    given = vars(arguments)
-    composes = "config_name" in given and given["overrides"] is not None
+    options = vars(arguments)
+    composes = "config_name" in options and options["overrides"] is not None
     libraries = BOTH if composes else LIBRARIES.get(arguments.command, ())
     if libraries and sys.stderr.isatty() and not is_child():
         print(f"{arguments.command}: loads libraries and checks", file=sys.stderr, flush=True)
     for room in () if is_first() else ("config", "data"):  # each process would say the same
         logging.getLogger(f"flowgrpo_rc.{room}").setLevel(logging.ERROR)
-    own_code = arguments.command in OWN_CODE or given.get("trust") or given.get("suite")
+    own_code = arguments.command in OWN_CODE or options.get("trust") or options.get("suite")
     if own_code and "" not in sys.path and os.getcwd() not in sys.path:
         # Rewards and functions of the user's own, as under `python -m`.
         sys.path.append(os.getcwd())
@@ -109,15 +109,16 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     if not words or words[0] not in commands:
         return parser.parse_args(words, arguments)  # prints help, the version or an error
     command = commands[words[0]]
-    found, unknown = command.parse_known_intermixed_args(words[1:], arguments)
+    _, unknown = command.parse_known_intermixed_args(words[1:], arguments)
     # To argparse a word with a space is no option.
-    unknown += [word for word in vars(found).get("overrides") or () if word.startswith("--")]
-    if "=" in str(getattr(found, "fit", None)):  # the override behind an option without a number
-        found.overrides.append(found.fit)
-        found.fit = CARD
+    unknown += [word for word in vars(arguments).get("overrides") or () if word.startswith("--")]
+    if "=" in str(vars(arguments).get("fit")):  # the override behind an option without a number
+        arguments.overrides.append(arguments.fit)
+        arguments.fit = CARD
     if unknown:
-        command.error(_unknown_option(unknown[0], command, takes_settings="config_name" in found))
-    return found
+        takes_settings = "config_name" in arguments
+        command.error(_unknown_option(unknown[0], command, takes_settings=takes_settings))
+    return arguments
 
 
 def _unknown_option(option: str, command: argparse.ArgumentParser, *, takes_settings: bool) -> str:
@@ -146,21 +147,21 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         aliases = ["eval"] if name == "evaluate" else []
         command = commands.add_parser(name, help=help, description=help, aliases=aliases)
         command.set_defaults(command=name)
-        for option, given in options.items():
-            command.add_argument(option, **given)
+        for option, keywords in options.items():
+            command.add_argument(option, **keywords)
     return parser, dict(commands.choices)
 
 
-def _option(help: str, **given: Any) -> dict[str, Any]:
-    return given | {"help": help}
+def _option(help: str, **keywords: Any) -> dict[str, Any]:
+    return keywords | {"help": help}
 
 
 def _flag(help: str) -> dict[str, Any]:
     return _option(help, action="store_true")
 
 
-def _words(help: str, **given: Any) -> dict[str, Any]:
-    return _option(help, nargs="*", default=[], **given)
+def _words(help: str, **keywords: Any) -> dict[str, Any]:
+    return _option(help, nargs="*", default=[], **keywords)
 
 
 _CONFIG = {

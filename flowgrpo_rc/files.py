@@ -44,9 +44,9 @@ def plain_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has YAML aliases")
-        found = yaml.safe_load(text)
+        tree = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise ValueError(f"{path} is damaged: it holds no mapping")
-    return found
+    return tree

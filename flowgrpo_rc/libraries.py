@@ -12,7 +12,8 @@ from importlib.metadata import version
 
 # Variables with the settings of torch's allocator; torch before 2.10 reads no general one.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_GROWING, _FIXED = "expandable_segments:True", "expandable_segments:False"
+_GROWING = "expandable_segments:True"
+_FIXED = "expandable_segments:False"
 
 
 def set_allocator() -> None:
@@ -30,8 +31,8 @@ def set_allocator() -> None:
 
 def allocator_for_vllm(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns these variables without growing blocks, which vLLM's pool that sleeps refuses."""
-    given = {name: environment[name] for name in ALLOCATOR if name in environment}
-    return {name: value.replace(_GROWING, _FIXED) for name, value in given.items()}
+    settings = {name: environment[name] for name in ALLOCATOR if name in environment}
+    return {name: value.replace(_GROWING, _FIXED) for name, value in settings.items()}
 
 
 @contextmanager
@@ -43,18 +44,18 @@ def quiet(*libraries: str) -> Iterator[None]:
     # huggingface_hub tells of each try; what has failed in the end is told anyway.
     for name in ("torchao", "torch.utils._pytree", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    told = [import_module(f"{library}.utils").logging for library in libraries]
-    earlier = [(one.get_verbosity(), one.is_progress_bar_enabled()) for one in told]
-    for one in told:
-        one.set_verbosity_error()
-        one.disable_progress_bar()
+    loggers = [import_module(f"{library}.utils").logging for library in libraries]
+    earlier = [(log.get_verbosity(), log.is_progress_bar_enabled()) for log in loggers]
+    for library_logger in loggers:
+        library_logger.set_verbosity_error()
+        library_logger.disable_progress_bar()
     try:
         yield
     finally:
-        for one, (verbosity, has_bars) in zip(told, earlier, strict=True):
-            one.set_verbosity(verbosity)
+        for library_logger, (verbosity, has_bars) in zip(loggers, earlier, strict=True):
+            library_logger.set_verbosity(verbosity)
             if has_bars:
-                one.enable_progress_bar()
+                library_logger.enable_progress_bar()
 
 
 @contextmanager
@@ -63,8 +64,9 @@ def unasked() -> Iterator[None]:
 
     Use it in one thread: several would give back each other's input.
     """
-    given, sys.stdin = sys.stdin, None
+    stdin = sys.stdin
+    sys.stdin = None
     try:
         yield
     finally:
-        sys.stdin = given
+        sys.stdin = stdin

@@ -19,7 +19,6 @@ T = TypeVar("T")
 _ENGINE = "_engine"
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:Gi?B?)?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -102,6 +101,13 @@ def check_options(
         raise ValueError(f"{where}: {cls.__name__} needs the option {', '.join(missing)}")
 
 
+def refuse(*cases: tuple[object, str], about: str = "", end: str = "") -> None:
+    """Raises ValueError with the first reason that holds, of (holds, reason)."""
+    for holds, reason in cases:
+        if holds:
+            raise ValueError(f"{about}{reason}{end}")
+
+
 def check_choice(key: str, value: str | None, allowed: Iterable[str | None]) -> None:
     """Raises ValueError unless a setting has one of the allowed values; None is null."""
     if value not in allowed:
@@ -121,13 +127,6 @@ def check_that(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def refuse(*cases: tuple[object, str], about: str = "", end: str = "") -> None:
-    """Raises ValueError with the first reason that holds, of (holds, reason)."""
-    for holds, reason in cases:
-        if holds:
-            raise ValueError(f"{about}{reason}{end}")
-
-
 def in_seconds(key: str, value: Any) -> Any:
     """Returns a value with each duration, such as 2h, 90m or 1h30m, as a number of seconds.
 
@@ -144,14 +143,6 @@ def in_seconds(key: str, value: Any) -> Any:
     if "".join(map("".join, terms)) != value:
         raise ValueError(f"{key}={value!r}: give seconds, or a duration such as 2h, 90m or 1h30m")
     return sum(float(number) * _SECONDS[unit] for number, unit in terms)
-
-
-def in_gib(key: str, value: object) -> float:
-    """Returns the memory of a card, a number or such as 24GB or 24GiB, both of which are 24."""
-    size = _SIZE.fullmatch(str(value).strip())
-    if not size or float(size[1]) == 0:
-        raise ValueError(f"{key} {value}: give the GiB of a card, above 0, such as 24 or 24GB")
-    return float(size[1])
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -218,14 +209,15 @@ def _class_at(path: str, base: type) -> type:
     module_name, _, class_name = path.rpartition(".")
     _check_module(module_name, path)
     value = vars(import_module(module_name)).get(class_name)
-    if value is None:
-        raise ValueError(f"{path}: {module_name} has no class {class_name!r}")
-    if not (inspect.isclass(value) and issubclass(value, base)):
-        raise ValueError(f"{path} is not a subclass of {base.__module__}.{base.__name__}")
-    if inspect.isabstract(value):
-        raise ValueError(
-            f"{path} is abstract: it lacks {', '.join(sorted(vars(value)['__abstractmethods__']))}"
-        )
+    is_subclass = inspect.isclass(value) and issubclass(value, base)
+    lacking = ", ".join(sorted(getattr(value, "__abstractmethods__", ())))
+    refuse(
+        (value is None, f": {module_name} has no class {class_name!r}"),
+        (not is_subclass, f" is not a subclass of {base.__module__}.{base.__name__}"),
+        (lacking, f" is abstract: it lacks {lacking}"),
+        about=path,
+    )
+    assert isinstance(value, type)
     return value
 
 

@@ -138,25 +138,20 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
     mismatched = report["mismatched_keys"]
     shapes = {key: (list(stored), list(needed)) for key, stored, needed in mismatched}
     missing = set(report["missing_keys"]) - shapes.keys()
-    if missing:
-        raise ValueError(f"{where}: {source} lacks {_first(missing)}, which a {kind} needs")
-    if shapes:
-        name, (stored, needed) = min(shapes.items())
-        raise ValueError(
-            f"{where}: {name} is {stored} in {source}, and has to be {needed} in a {kind}"
-        )
-    if unknown:
-        raise ValueError(f"{where}: {source} holds {_first(unknown)}, which no {kind} has")
-    if integers:
-        raise ValueError(
-            f"{where}: {source} holds {_first(integers)} in integers, which are no weights"
-        )
     # A sum is finite only if all of its numbers are, and needs no mask of their size.
     weights = model.named_parameters()
     sums = {name: weight.sum(dtype=torch.float32) for name, weight in weights}
     odd = [name for name, total in sums.items() if not total.isfinite()]
-    if odd:
-        raise ValueError(f"{where}: {source} holds numbers that are not finite in {_first(odd)}")
+    name, (stored, needed) = min(shapes.items(), default=("", ("", "")))
+    for at_fault, fault in (
+        (missing, f"{source} lacks {_first(missing)}, which a {kind} needs"),
+        (shapes, f"{name} is {stored} in {source}, and has to be {needed} in a {kind}"),
+        (unknown, f"{source} holds {_first(unknown)}, which no {kind} has"),
+        (integers, f"{source} holds {_first(integers)} in integers, which are no weights"),
+        (odd, f"{source} holds numbers that are not finite in {_first(odd)}"),
+    ):
+        if at_fault:
+            raise ValueError(f"{where}: {fault}")
     return model
 
 
@@ -211,30 +206,37 @@ def ask_hub(repository: str, name: str) -> None:
 @contextmanager
 def asking_hub(repository: str, name: str, *, key: str) -> Iterator[None]:
     """Turns what the Hub refuses of a file into a ValueError with the key and what helps."""
-    where = f"{key}={repository}"
     try:
         yield
-    except LocalEntryNotFoundError as error:
-        why = _no_network(repository, error.__cause__, key)
-        if isinstance(error.__cause__, HfHubHTTPError):
-            why = f"the Hub refuses {name}: {error.__cause__}"
-        raise ValueError(f"{where}: {why}") from error
-    except EntryNotFoundError as error:
-        raise ValueError(f"{where}: this repository of the Hub has no {name}") from error
-    except GatedRepoError as error:
-        raise ValueError(
-            f"{where}: the Hub asks you to accept the licence of this model: do so at "
-            f"{constants.ENDPOINT}/{repository}, then log in with `hf auth login` or set HF_TOKEN"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"{where}: the Hub shows no such repository to you: correct the id, or, if it is "
-            "private, log in with `hf auth login` or set HF_TOKEN"
-        ) from error
-    except HfHubHTTPError as error:
-        raise ValueError(f"{where}: the Hub refuses {name}: {error}") from error
-    except HFValidationError as error:
-        raise ValueError(f"{where}: there is no such folder, and {error}") from error
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        raise ValueError(f"{key}={repository}: {_refusal(error, repository, name, key)}") from error
+
+
+def _refusal(error: Exception, repository: str, name: str, key: str) -> str:
+    """Returns why the Hub refuses a file, and what helps."""
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    match error:
+        case LocalEntryNotFoundError():
+            cause = error.__cause__
+            if isinstance(cause, HfHubHTTPError):
+                return f"the Hub refuses {name}: {cause}"
+            return _no_network(repository, cause, key)
+        case EntryNotFoundError():
+            return f"this repository of the Hub has no {name}"
+        case GatedRepoError():
+            return (
+                "the Hub asks you to accept the licence of this model: do so at "
+                f"{constants.ENDPOINT}/{repository}, then {log_in}"
+            )
+        case RepositoryNotFoundError():
+            return (
+                "the Hub shows no such repository to you: correct the id, or, if it is private, "
+                f"{log_in}"
+            )
+        case HFValidationError():
+            return f"there is no such folder, and {error}"
+        case _:
+            return f"the Hub refuses {name}: {error}"
 
 
 def _no_network(repository: str, cause: BaseException | None, key: str) -> str:
@@ -250,7 +252,7 @@ def _no_network(repository: str, cause: BaseException | None, key: str) -> str:
     )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]

@@ -4,8 +4,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from shlex import quote
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 REDACTED = "***"
 # How a name ends that holds a secret: X-Api-Key and HF_TOKEN, but not max_tokens or monkey.
 _NAME = (
@@ -24,9 +25,10 @@ _ITEM = re.compile(
 _URL = re.compile(r"://[^\s\"'<>]+")
 
 
-def redact(value: Any) -> Any:
+def redact(value: T) -> T:
     """Replaces secrets by `***` in a text, or in a tree of mappings, lists and scalars."""
-    return _redacted(value, _secrets_of_environment())
+    redacted: Any = _redacted(value, _secrets_of_environment())
+    return redacted
 
 
 def redact_command(words: Sequence[str]) -> str:
@@ -40,7 +42,7 @@ def redact_command(words: Sequence[str]) -> str:
     return " ".join(shown)
 
 
-def _redacted(value: Any, known: Sequence[str], name: str = "") -> Any:
+def _redacted(value: object, known: Sequence[str], name: str = "") -> object:
     if _is_secret(name, value):
         return REDACTED
     if isinstance(value, Mapping):
@@ -54,7 +56,7 @@ def _redacted(value: Any, known: Sequence[str], name: str = "") -> Any:
     return _ITEM.sub(_without_value, _URL.sub(_without_user, value))
 
 
-def _is_secret(name: str, value: Any) -> bool:
+def _is_secret(name: str, value: object) -> bool:
     # A mapping is walked, since a reward may be called `password`. A number may name a token.
     if value in (None, "") or isinstance(value, bool | Mapping) or str(value).startswith("{"):
         return False

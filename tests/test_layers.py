@@ -26,7 +26,7 @@ RESTRICTED = {
     "transformers": {"models", "policies", "rollout", "rewards", "training"},
     "hydra": {"config"},
     "omegaconf": {"config", "cli"},
-    "accelerate": {"distributed", "records", "build"},
+    "accelerate": {"distributed", "records", "assembly"},
     "peft": {"models", "rollout"},
 }
 CORE_MAY_IMPORT = sys.stdlib_module_names | {"torch"}
@@ -194,7 +194,6 @@ ASKS_THE_MODE = {
     "correction/config.py",
     "spec/run_spec.py",
     "spec/resolve.py",
-    "spec/check_settings.py",
     "calibration/choice.py",
     "algorithms/policy_gradient/objective.py",
     "monitoring/health_rules.py",

@@ -22,7 +22,8 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
-from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.assembly.processes import make_processes
+from flowgrpo_rc.assembly.run import assemble
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.spec.check_inputs import prompts_of

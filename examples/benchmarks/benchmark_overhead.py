@@ -31,7 +31,8 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.algorithms.policy_gradient.modes import Decoupled
-from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.assembly.processes import make_processes
+from flowgrpo_rc.assembly.run import assemble
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.policies.encode_prompts import encode_unique

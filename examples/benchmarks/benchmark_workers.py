@@ -88,7 +88,8 @@ def measure(arm: Arm, steps: int, overrides: list[str]) -> list[float]:
 @contextmanager
 def assembled(arm: Arm, steps: int, overrides: list[str]) -> Iterator[Any]:
     """Gives the trainer of a run, and closes it."""
-    from flowgrpo_rc.build import assemble, make_processes
+    from flowgrpo_rc.assembly.processes import make_processes
+    from flowgrpo_rc.assembly.run import assemble
     from flowgrpo_rc.config.compose import compose_config, to_config
     from flowgrpo_rc.records.run_folder import RunFolder
     from flowgrpo_rc.spec.check_inputs import prompts_of

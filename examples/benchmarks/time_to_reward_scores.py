@@ -17,7 +17,8 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
-from flowgrpo_rc.build import make_processes, make_task
+from flowgrpo_rc.assembly.processes import make_processes
+from flowgrpo_rc.assembly.task import make_task
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.evaluation.held_out import Evaluator

@@ -10,7 +10,7 @@ the update's, `training/update.py`, and the same for all. The calls of one itera
     loss            each mini-batch, once in every epoch
     finish          the end of the iteration
 
-`build.py` chooses the algorithm of a run.
+`build.algorithm` chooses the algorithm of a run.
 
 Legend: b rows of a micro-batch, t steps that one forward evaluates.
 """

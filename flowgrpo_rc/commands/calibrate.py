@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flowgrpo_rc.assembly.processes import make_processes
+from flowgrpo_rc.assembly.source import make_engine
+from flowgrpo_rc.assembly.task import make_task
 from flowgrpo_rc.batch import Prompt, PromptBatch
-from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.causes import Symptom
 from flowgrpo_rc.calibration.choice import Bound, bound_of, check_modes, choose
 from flowgrpo_rc.calibration.faults import PLANTED, Lora, Replay
@@ -43,6 +45,7 @@ from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.plugins import refuse
 from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.rollout.options.option import RolloutOption
@@ -61,9 +64,10 @@ def main(arguments: argparse.Namespace) -> int:
         check_tail(spec.config)
     if arguments.cache:
         check_cache(spec)
-    found = measure(spec, prompts, mode=arguments.mode, tail=arguments.tail, cache=arguments.cache)
-    folder.write(found)
-    show(found, folder)
+    tail, cache = arguments.tail, arguments.cache
+    calibration = measure(spec, prompts, mode=arguments.mode, tail=tail, cache=cache)
+    folder.write(calibration)
+    show(calibration, folder)
     return EXIT_OK
 
 
@@ -222,22 +226,23 @@ def compare(
 def _checked_prompts(spec: RunSpec, num_prompts: int, mode: str) -> list[Prompt]:
     """Returns the first prompts that training would take; refuses what cannot be calibrated."""
     config = spec.settings
-    if config.model.kind != "diffusion":
-        raise ValueError(
+    refuse(
+        (
+            spec.is_text,
             f"calibrate knows flow models, model.kind=diffusion; model.kind={config.model.kind}, "
-            "whose mismatch the metrics of a first step show"
-        )
-    if spec.mode is None:
-        raise ValueError(
+            "whose mismatch the metrics of a first step show",
+        ),
+        (
+            spec.mode is None,
             f"{DIFFUSION_KEY}.loss_mode={config.actor.diffusion_loss.loss_mode} knows no "
-            "log-probs, so there is no mismatch to calibrate for"
-        )
-    if config.data.replay_dir is not None:
-        raise ValueError(
-            f"data.replay_dir={config.data.replay_dir}: calibrate measures an engine; drop it"
-        )
-    if num_prompts < 1:
-        raise ValueError(f"--prompts {num_prompts}: give at least 1")
+            "log-probs, so there is no mismatch to calibrate for",
+        ),
+        (
+            config.data.replay_dir is not None,
+            f"data.replay_dir={config.data.replay_dir}: calibrate measures an engine; drop it",
+        ),
+        (num_prompts < 1, f"--prompts {num_prompts}: give at least 1"),
+    )
     prompts = check_run(spec, trains=False).prompts.sampler.prompts
     check_modes(spec, mode)
     if num_prompts > len(prompts):

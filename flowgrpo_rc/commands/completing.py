@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from flowgrpo_rc.config.names import KEYS, config_folder
 
@@ -15,20 +14,20 @@ def complete(parser: argparse.ArgumentParser, commands: Iterable[argparse.Argume
 
     for command in commands:
         for action in command._actions:
-            completed: Any = action
-            if action.dest == "config_name":
-                completed.completer = _names
-            elif action.dest == "overrides":
-                completed.completer = _settings
+            if action.dest in _COMPLETERS:
+                vars(action)["completer"] = _COMPLETERS[action.dest]
     argcomplete.autocomplete(parser, always_complete_options="long")
 
 
-def _names(**asked: Any) -> list[str]:
+def _names(**_: object) -> list[str]:
     return [path.stem for path in sorted(config_folder().glob("*.yaml"))]
 
 
-def _settings(**asked: Any) -> list[str]:
+def _settings(**_: object) -> list[str]:
     keys = [f"{key}=" for key in KEYS.read_text().split()]
     files = sorted(config_folder().glob("*/*.yaml"))
     groups = [(path.parent.name, path.stem) for path in files]
     return keys + [f"+{group}={name}" for group, name in groups if group not in _NO_GROUPS]
+
+
+_COMPLETERS = {"config_name": _names, "overrides": _settings}

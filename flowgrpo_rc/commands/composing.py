@@ -15,10 +15,15 @@ from flowgrpo_rc.config.names import CARD
 from flowgrpo_rc.config.rows import summary, table
 from flowgrpo_rc.distributed.child import is_child, launched_processes
 from flowgrpo_rc.distributed.launch import launch
-from flowgrpo_rc.plugins import in_gib
 from flowgrpo_rc.spec.check_inputs import check_inputs
 from flowgrpo_rc.spec.check_settings import check_settings
-from flowgrpo_rc.spec.machine import check_planned, machine_here, machine_of, usable_cores
+from flowgrpo_rc.spec.machine import (
+    check_planned,
+    in_gib,
+    machine_here,
+    machine_of,
+    usable_cores,
+)
 from flowgrpo_rc.spec.resolve import resolve
 from flowgrpo_rc.spec.run_spec import Machine
 

@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     """Says in words what a check has found, and what to do about it."""
 
     state: str  # ok, slow, broken or skipped
-    found: str
+    evidence: str
     advice: str = ""
 
 
@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def installation_checks() -> list[tuple[str, Check]]:
     """Returns the checks of what a run needs, by name."""
-    told: dict[str, Callable[[], str]] = {
+    checks: dict[str, Callable[[], str]] = {
         "python": lambda: sys.version.split()[0],
         **{name: partial(importlib.metadata.version, name) for name in PACKAGES},
         "device": _device,
@@ -53,7 +53,7 @@ def installation_checks() -> list[tuple[str, Check]]:
         "OCR": _ocr,
         "disk": lambda: f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free here",
     }
-    return [(name, partial(_ok, check)) for name, check in told.items()]
+    return [(name, partial(_ok, check)) for name, check in checks.items()]
 
 
 def report(title: str, checks: Sequence[tuple[str, Check]]) -> dict[str, Finding]:
@@ -65,13 +65,13 @@ def report(title: str, checks: Sequence[tuple[str, Check]]) -> dict[str, Finding
     for name, check in checks:
         with console.status(f"{name} ..."):
             try:
-                one = check()
+                finding = check()
             except Exception as error:  # whatever is broken is the finding
-                one = Finding("broken", f"{type(error).__name__}: {error}")
-        findings[name] = one
+                finding = Finding("broken", f"{type(error).__name__}: {error}")
+        findings[name] = finding
         # A table of one row wraps its cells, and the widths of all rows are the same.
         row = Table.grid(Column(width=width), Column(width=_STATE), Column(ratio=1), padding=(0, 2))
-        row.add_row(name, one.state, "\n".join(filter(None, one[1:])))
+        row.add_row(name, finding.state, "\n".join(filter(None, finding[1:])))
         console.print(row)
     return findings
 

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flowgrpo_rc.build import make_console, make_processes, make_suite, make_task
+from flowgrpo_rc.assembly.processes import make_console, make_processes
+from flowgrpo_rc.assembly.run import make_suite
+from flowgrpo_rc.assembly.task import make_task
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.evaluation.held_out import Evaluator

@@ -35,25 +35,26 @@ def check_evaluated(run_dir: Path, config: Config, suites: Sequence[str], how: s
         check_trusted(path, config, how)
     check_secrets(config)
     config.trainer.suites = list(suites)
-    given, stored = config.rollout.val_kwargs, stored_config(path).rollout.val_kwargs
+    overridden = config.rollout.val_kwargs
+    stored = stored_config(path).rollout.val_kwargs
     for suite in suites_of(config):
-        for key, value in suite.sampler.items():
-            asked = getattr(given, key)
-            if asked not in (value, getattr(stored, key)):
+        for key, pinned in suite.sampler.items():
+            value = getattr(overridden, key)
+            if value not in (pinned, getattr(stored, key)):
                 raise ValueError(
-                    f"rollout.val_kwargs.{key}={asked} does not reach suite {suite.name}, which "
-                    f"pins {key}={value}: drop it, or {HOW_TO_CHANGE.format(suite.name)}"
+                    f"rollout.val_kwargs.{key}={value} does not reach suite {suite.name}, which "
+                    f"pins {key}={pinned}: drop it, or {HOW_TO_CHANGE.format(suite.name)}"
                 )
 
 
-def checkpoint_and_run(given: str) -> tuple[Path, Path]:
+def checkpoint_and_run(place: str) -> tuple[Path, Path]:
     """Returns the folders of a checkpoint, for a run its newest one, and of its run."""
-    path = Path(given)
+    path = Path(place)
     if path.parent.name == "checkpoints":
         return path, path.parent.parent
-    found = list_checkpoints(RunFolder(path).checkpoints)
-    if not found:
+    checkpoints = list_checkpoints(RunFolder(path).checkpoints)
+    if not checkpoints:
         raise ValueError(
-            f"{given} has no checkpoints: give a run's folder or one of its checkpoints/step_N"
+            f"{place} has no checkpoints: give a run's folder or one of its checkpoints/step_N"
         )
-    return found[-1], path
+    return checkpoints[-1], path

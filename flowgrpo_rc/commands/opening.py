@@ -1,8 +1,7 @@
 """Opens the folder of a run: everything in it is of the step from which the run goes on."""
 
-import dataclasses
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.checkpoint import Checkpoint, set_aside_after
@@ -29,10 +28,10 @@ def check_same_rewards(spec: RunSpec, processes: Processes) -> None:
     """Raises ValueError if machines decide differently what the rewards leave open."""
     before = flat_settings(spec.given.reward.terms, "reward.terms")
     terms = flat_settings(spec.config.reward.terms, "reward.terms").items()
-    found = [f"{key}={value}" for key, value in terms if before.get(key) != value]
-    told = set(processes.gather_objects([", ".join(found)]))
-    if len(told) > 1:
-        listed = " or ".join(sorted(told))
+    settled = [f"{key}={value}" for key, value in terms if before.get(key) != value]
+    everywhere = set(processes.gather_objects([", ".join(settled)]))
+    if len(everywhere) > 1:
+        listed = " or ".join(sorted(everywhere))
         raise ValueError(f"the machines of this run would score with {listed}: give one of them")
 
 
@@ -46,13 +45,12 @@ def prepare_folder(
     step = -1 if resumed is None else resumed.step
     if resumed is not None:
         folder.check_same_inputs(inputs.read)
-    settings: dict[str, Any] = dataclasses.asdict(config)
     suites = {
         suite.name: suite.protocol(config.rollout, text=spec.is_text).told()
         for suite in inputs.prompts.suites
     }
     facts = tell(spec, inputs.first_prompt)
-    folder.create(settings, processes.device, processes.count, inputs.read, facts, suites)
+    folder.create(asdict(config), processes.device, processes.count, inputs.read, facts, suites)
     rows = MetricsFile(folder.metrics)
     redone = [row["step"] for row in rows.rows() if row["step"] > max(step, 0)]
     for file in (rows, MetricsFile(folder.rejected), MetricsFile(folder.health)):
@@ -71,9 +69,9 @@ def prepare_folder(
             f"{folder.metrics} lacks the rows of {len(missing)} steps, from {missing[0]}"
         )
     health = MetricsFile(folder.health)
-    told = [row.get("message") for row in health.rows()]
+    earlier = [row.get("message") for row in health.rows()]
     for message in messages:
-        if message not in told:
+        if message not in earlier:
             health.append(step, {"message": message})
     return messages
 

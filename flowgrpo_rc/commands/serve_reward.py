@@ -7,7 +7,7 @@ import yaml
 
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.names import TOKEN_ENV
-from flowgrpo_rc.plugins import build, check_packages, in_seconds, load_class
+from flowgrpo_rc.plugins import build, check_packages, in_seconds, load_class, refuse
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.http.client import is_loopback, read_token
 from flowgrpo_rc.rewards.http.server import Door, limits, make_app
@@ -21,27 +21,33 @@ def main(arguments: argparse.Namespace) -> int:
 
     Without a certificate it serves plain HTTP, to this machine alone.
     """
-    name, certificate, key = arguments.reward, arguments.certificate, arguments.key
+    name = arguments.reward
+    certificate = arguments.certificate
+    key = arguments.key
     options = dict(_option(option) for option in arguments.options)
-    if arguments.token_env == TOKEN_ENV and TOKEN_ENV not in os.environ:
-        raise ValueError(
+    refuse(
+        (
+            arguments.token_env == TOKEN_ENV and TOKEN_ENV not in os.environ,
             f"serve-reward needs a token that clients send: set {TOKEN_ENV}, or name the variable "
-            "that holds it with --token-env"
-        )
+            "that holds it with --token-env",
+        ),
+    )
     check_packages("serve-reward", PACKAGES, "serve")
     token = read_token(arguments.token_env)
-    if (certificate is None) != (key is None):
-        raise ValueError("give both --certificate and --key, or none")
-    if certificate is None and not is_loopback(arguments.host):
-        raise ValueError(
+    refuse(
+        ((certificate is None) != (key is None), "give both --certificate and --key, or none"),
+        (
+            certificate is None and not is_loopback(arguments.host),
             f"--host {arguments.host} would let samples and token travel in the clear: give "
-            "--certificate and --key, or keep 127.0.0.1 and let clients come through a tunnel"
-        )
+            "--certificate and --key, or keep 127.0.0.1 and let clients come through a tunnel",
+        ),
+    )
     reward: Reward = build(load_class(PACKAGE, name, Reward), options, name)
-    if reward.kind == "latent":
-        raise ValueError(f"{name} scores latents, which do not travel")
-    if reward.groupwise:
-        raise ValueError(f"{name} compares whole groups, and a request holds a few samples")
+    refuse(
+        (reward.kind == "latent", "scores latents, which do not travel"),
+        (reward.groupwise, "compares whole groups, and a request holds a few samples"),
+        about=f"{name} ",
+    )
     reward.check()
     import uvicorn
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
+from flowgrpo_rc.assembly.processes import make_console, make_log, make_processes
+from flowgrpo_rc.assembly.run import assemble
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.opening import (
     check_one_folder,
@@ -124,7 +125,7 @@ def _run(
 ) -> str | None:
     config = spec.config
     folder = RunFolder(Path(config.trainer.output_dir))
-    prompts, resumed = inputs.prompts, inputs.resumed
+    resumed = inputs.resumed
     if resumed is not None and _is_over(config, folder, resumed.step):
         if processes.is_main:
             _say_finished(config, folder, resumed, console)
@@ -140,7 +141,9 @@ def _run(
             config, folder, processes, first_step=first_step, console=console, observers=observers
         )
         with out_of_memory_in("loading"):
-            trainer = assemble(spec, folder, processes, prompts, first_step=first_step, log=log)
+            trainer = assemble(
+                spec, folder, processes, inputs.prompts, first_step=first_step, log=log
+            )
         note_fetched(spec, folder, processes, inputs)
         return _train(spec, trainer, folder, resumed, stop)
 
@@ -265,6 +268,6 @@ def _say_results(config: Config, folder: RunFolder, console: Console, reason: st
         )
     console.message(f"LoRA: {folder.lora / EXPORT_NAMES[config.model.kind]}")
     if folder.lora_best.is_dir() and best.worse:
-        told = f"held-out reward {best.reward:.4f}, step {best.step}"
-        console.message(f"best LoRA ({told}): {folder.lora_best}")
+        reached = f"held-out reward {best.reward:.4f}, step {best.step}"
+        console.message(f"best LoRA ({reached}): {folder.lora_best}")
     console.message(f"report: {folder.root / 'report.html'}")

@@ -74,10 +74,11 @@ class ReportServer(ThreadingHTTPServer):
                 pictures: dict[str, bytes] = {}
                 page = report_page(self._run_dir, live=True)
                 self._page = _INLINE.sub(partial(_linked, pictures), page).encode()
-                self._tag, self.pictures = tag, pictures
+                self._tag = tag
+                self.pictures = pictures
             return tag, self._page
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         """Says nothing of a browser that went away."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
@@ -122,9 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Logs nothing."""
 
 
-def _linked(pictures: dict[str, bytes], found: re.Match[str]) -> str:
+def _linked(pictures: dict[str, bytes], match: re.Match[str]) -> str:
     """Puts a picture of the page among those to serve; returns its address and size."""
-    png = base64.b64decode(found[1])
+    png = base64.b64decode(match[1])
     path = f"/pictures/{hashlib.sha256(png).hexdigest()}.png"
     pictures[path] = png
     # With its size, what is below does not move while it loads.

@@ -4,7 +4,7 @@ The only file that imports hydra.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +35,8 @@ from flowgrpo_rc.config.rows import TRANSLATED, Row, check, resolved
 from flowgrpo_rc.config.translate import Setting, is_whole_command, translate
 from flowgrpo_rc.config.translate_correction import rollout_correction
 from flowgrpo_rc.config.tree import (
-    FREE_FORM,
     Config,
+    is_free_form,
     register_asset_resolver,
     replaces,
     typed_tree,
@@ -107,27 +107,27 @@ def compose_all(
     _check_groups(settings, groups)
     config_name = _experiment(config_name, settings)
     settings = [setting for setting in settings if setting.key != EXPERIMENT]
-    given = {setting.key: setting.value for setting in settings}
-    is_command = config_name is None and is_whole_command(given)
-    files = ConfigFiles(folders, given)
+    values = {setting.key: setting.value for setting in settings}
+    is_command = config_name is None and is_whole_command(values)
+    files = ConfigFiles(folders, values)
     file = files.read(config_name or (OTHER_CONFIG if is_command else DEFAULT_CONFIG))
-    rows = [row for each in file.all_files() for row in each.rows]
-    in_files = {key: value for each in file.all_files() for key, value in each.given.items()}
+    rows = [row for parent in file.all_files() for row in parent.rows]
+    in_files = {key: value for parent in file.all_files() for key, value in parent.given.items()}
     translation = translate(settings, beside=in_files, whole=is_command or file.is_whole)
     parsed = _parse(translation.lines)
-    correction = _correction_of(each for each in parsed if is_correction(each.key))
-    others = [each for each in parsed if not is_correction(each.key)]
-    check_keys({each.key: each.value for each in others if not each.line.startswith("~")}, groups)
+    correction = _correction_of(setting for setting in parsed if is_correction(setting.key))
+    others = [setting for setting in parsed if not is_correction(setting.key)]
+    check_keys({s.key: s.value for s in others if not s.line.startswith("~")}, groups)
     # Hydra would join a mapping to what it replaces, so it gets neither that nor what refines it.
-    whole = [replaces(each.key, each.value) for each in others]
+    whole = [replaces(setting.key, setting.value) for setting in others]
     place = whole.index(True) if True in whole else len(whole)
-    later = [each for each in others[place:] if f"{each.key}.".startswith(FREE_FORM)]
-    kept = [each.line for each in others if each not in later]
+    later = [setting for setting in others[place:] if is_free_form(setting.key)]
+    earlier = [setting.line for setting in others if setting not in later]
     # New keys need no `+` where the user names them.
-    lines = [f"++{x}" if f"{x.partition('=')[0]}.".startswith(FREE_FORM) else x for x in kept]
+    lines = [f"++{line}" if is_free_form(line.partition("=")[0]) else line for line in earlier]
     composed = _compose(file, lines, files.homes[file.name], folders)
-    for each in later:
-        OmegaConf.update(composed, each.key, each.value, merge=False, force_add=True)
+    for setting in later:
+        OmegaConf.update(composed, setting.key, setting.value, merge=False, force_add=True)
     config, notes = _translated(composed, file, correction)
     # A note is such as `use_tis -> rollout_is=token`.
     translated = [Row(TRANSLATED, *note.partition(" -> ")[::2]) for note in notes]
@@ -169,10 +169,10 @@ def _compose(
 def _experiment(config_name: str | None, settings: Iterable[Setting]) -> str | None:
     """Returns the file to start from: `config_name`, or the one that `experiment=NAME` names."""
     chosen = [setting for setting in settings if setting.key == EXPERIMENT]
-    given = [] if config_name is None else [f"--config-name {config_name}"]
-    given += [setting.line for setting in chosen]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)}: each is a whole configuration, give one of them")
+    words = [] if config_name is None else [f"--config-name {config_name}"]
+    words += [setting.line for setting in chosen]
+    if len(words) > 1:
+        raise ValueError(f"{' and '.join(words)}: each is a whole configuration, give one of them")
     return f"{EXPERIMENT}/{chosen[0].value}" if chosen else config_name
 
 
@@ -196,7 +196,7 @@ def _folders(config_dir: str | None) -> list[Path]:
 def _register_resolvers() -> None:
     """Defines what files may write in `${...}`: bundled files, and numbers of optimizer updates."""
     register_asset_resolver()
-    resolvers: dict[str, Any] = {
+    resolvers: dict[str, Callable[..., object]] = {
         "updates_of_steps": lambda steps, _root_: updates_of_steps(_root_, steps),
         "updates_of_ratio": lambda ratio, _root_: updates_of_steps(
             _root_, round(ratio * _root_.trainer.total_training_steps)
@@ -208,7 +208,7 @@ def _register_resolvers() -> None:
 
 
 def _translated(
-    composed: DictConfig, file: ConfigFile, correction: dict[str, Any]
+    composed: DictConfig, file: ConfigFile, correction: dict[str, object]
 ) -> tuple[DictConfig, list[str]]:
     """Returns the typed tree, its rollout correction in this project's words, and notes on that."""
     tree: Any = OmegaConf.to_container(composed)
@@ -236,12 +236,12 @@ def _translated(
     return typed, notes
 
 
-def _correction_of(settings: Iterable[Setting]) -> dict[str, Any]:
+def _correction_of(settings: Iterable[Setting]) -> dict[str, object]:
     """Returns the settings of the rollout correction on the command line.
 
     A name alone, as in `algorithm.rollout_correction=NAME`, is the name of a preset.
     """
-    found = []
+    sections = []
     for line, key, value, text in settings:
         if isinstance(value, int | float) and "_" in text:
             raise ValueError(
@@ -249,8 +249,8 @@ def _correction_of(settings: Iterable[Setting]) -> dict[str, Any]:
             )
         path = next(path for path in CORRECTION if key.startswith(path))
         name = key[len(path) + 1 :]
-        found.append((path, {name: value} if name else section_of(value)))
-    return merged(found)
+        sections.append((path, {name: value} if name else section_of(value)))
+    return merged(sections)
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -271,15 +271,15 @@ def as_yaml(composed: DictConfig) -> str:
 
 def _parse(overrides: Sequence[str]) -> list[Setting]:
     parser = OverridesParser.create()
-    found = []
-    for given in overrides:
+    settings = []
+    for word in overrides:
         try:
-            override = parser.parse_override(given)
+            override = parser.parse_override(word)
         except HydraException as error:
-            key = given.partition("=")[0]
-            quote = re.search("[\u2018-\u201f]", given)
+            key = word.partition("=")[0]
+            quote = re.search("[\u2018-\u201f]", word)
             raise ValueError(
-                f"{given!r} is no setting: {f'{quote[0]} is no quote here; ' if quote else ''}"
+                f"{word!r} is no setting: {f'{quote[0]} is no quote here; ' if quote else ''}"
                 "write key=value, close each bracket and quote, and put a text with signs into "
                 f"quotes of its own, '{key}=\"a text\"'"
             ) from error
@@ -289,15 +289,15 @@ def _parse(overrides: Sequence[str]) -> list[Setting]:
                 f"{line}: a value with commas must be a list, {key}=[a,b], or quoted twice, "
                 f"{key}='\"a,b\"'"
             )
-        said = None if override.is_delete() else _plain(override.value())
-        value = in_seconds(key, said)
-        if value != said and not isinstance(value, Mapping):
+        written = None if override.is_delete() else _plain(override.value())
+        value = in_seconds(key, written)
+        if value != written and not isinstance(value, Mapping):
             line = f"{line.partition('=')[0]}={value}"
-        found.append(Setting(line, key, value, line.partition("=")[2]))
-    return found
+        settings.append(Setting(line, key, value, line.partition("=")[2]))
+    return settings
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns a parsed value without Hydra's own types."""
     if isinstance(value, QuotedString):
         return value.text

@@ -31,9 +31,11 @@ class ConfigFile:
 
     name: str  # `tiny_ocr`, or `experiment/NAME`
     tree: Mapping[str, Any]  # in this project's naming, without `defaults`
-    defaults: Sequence[Any]  # what it builds on, in Hydra's grammar
+    defaults: Sequence[object]  # what it builds on, in Hydra's grammar
     parents: "Sequence[ConfigFile | None]"  # the files among them; None stands for the file itself
-    given: Mapping[str, Any] = field(default_factory=dict)  # keys as a file of the user says them
+    given: Mapping[str, object] = field(
+        default_factory=dict
+    )  # keys as a file of the user says them
     rows: Sequence[Row] = field(default_factory=list)
     # Whether it builds on what it does not name. Its rollout correction is then a whole one, in
     # which the documents' defaults hold, not those of that file.
@@ -48,7 +50,7 @@ class ConfigFile:
                 yield from parent.all_files()
         yield self
 
-    def corrections(self) -> list[dict[str, Any]]:
+    def corrections(self) -> list[dict[str, object]]:
         """Returns the rollout corrections of this file and those that it builds on, one by one.
 
         Hydra's merged mapping no longer tells the preset of one file from the keys of another.
@@ -56,7 +58,7 @@ class ConfigFile:
         roots = ((path, self.tree.get(path.split(".")[0]) or {}) for path in CORRECTION)
         sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
         correction = merged((path, section_of(section)) for path, section in sections)
-        layers: list[dict[str, Any]] = []
+        layers: list[dict[str, object]] = []
         for parent in self.parents:
             layers += [correction] if parent is None else parent.corrections()
         return layers
@@ -65,7 +67,7 @@ class ConfigFile:
 class ConfigFiles:
     """The configuration files in some folders."""
 
-    def __init__(self, folders: Sequence[Path], beside: Mapping[str, Any]) -> None:
+    def __init__(self, folders: Sequence[Path], beside: Mapping[str, object]) -> None:
         self._own = folders[0]
         self._folders = folders
         self._beside = beside
@@ -89,7 +91,7 @@ class ConfigFiles:
 
     def _read(self, name: str, *, is_start: bool) -> ConfigFile:
         path = self.homes[name] / f"{name}.yaml"
-        tree = mapping_of(path, str(path))
+        tree: dict[str, Any] = mapping_of(path, str(path))
         defaults = tree.pop("defaults", None)
         if self.homes[name] == self._own:
             return self._with_parents(name, tree, defaults or [_SELF])
@@ -115,7 +117,9 @@ class ConfigFiles:
             file, given=values, rows=rows, is_block=is_block, is_whole=whole, is_changed=True
         )
 
-    def _with_parents(self, name: str, tree: Mapping[str, Any], defaults: list[Any]) -> ConfigFile:
+    def _with_parents(
+        self, name: str, tree: Mapping[str, object], defaults: list[object]
+    ) -> ConfigFile:
         """Reads the files that a file builds on, and puts changed ones in their place."""
         if _SELF not in defaults:
             defaults = [*defaults, _SELF]
@@ -132,7 +136,7 @@ class ConfigFiles:
             is_changed=entries != defaults,
         )
 
-    def _parent(self, name: str, entry: Any) -> ConfigFile | None:
+    def _parent(self, name: str, entry: object) -> ConfigFile | None:
         """Returns the file that an entry of the defaults names; None if it is no such file."""
         if not isinstance(entry, str) or entry == _SELF:
             return None
@@ -147,14 +151,14 @@ def translated_name(name: str) -> str:
     return f"{group}{slash}_translated_{stem}"
 
 
-def section_of(value: Any) -> dict[str, Any]:
+def section_of(value: object) -> dict[str, object]:
     """Returns the settings of a correction, which may be a preset's name, or null for none."""
     return value if isinstance(value, dict) else {"preset": "disabled" if value is None else value}
 
 
-def merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+def merged(sections: Iterable[tuple[str, dict[str, object]]]) -> dict[str, object]:
     """Merges corrections; ValueError if two places give a key different values."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     origin: dict[str, str] = {}
     for path, section in sections:
         for key, value in section.items():
@@ -184,7 +188,7 @@ def is_correction(key: str) -> bool:
     return key in CORRECTION or key.startswith(tuple(f"{path}." for path in CORRECTION))
 
 
-def check_keys(values: Mapping[str, Any], groups: Collection[str] = ()) -> None:
+def check_keys(values: Mapping[str, object], groups: Collection[str] = ()) -> None:
     """Checks keys and sections of a file or a command line, but for the rollout correction's."""
     known = known_keys()
     for key, value in values.items():

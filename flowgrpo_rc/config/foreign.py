@@ -1,9 +1,9 @@
 """The table `foreign.yaml`: what each key of another system is here."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import yaml
 
@@ -11,13 +11,62 @@ import yaml
 PREFIX = "actor_rollout_ref."
 
 
+# The fields of a row, which the head of the table explains.
+Fields = TypedDict(
+    "Fields",
+    {
+        "to": str,
+        "values": Mapping[object, object],
+        "as": str,
+        "set": Mapping[str, object],
+        "unsaid": Mapping[str, object],
+        "same": Collection[object],
+        "at": Mapping[object, "str | Fields"],
+        "stop": str,
+        "loss": str,
+        "unread": Collection[str],
+        "unless": Collection[str],
+        "if": str,
+        "else": "str | Fields",
+        "why": str,
+        "rule": str,
+        "value": str,
+        "switch": str,
+    },
+    total=False,
+)
+
+
+class Scorer(TypedDict, total=False):
+    """The reward here that scores as a file of verl-omni does: its name is `name`."""
+
+    name: str
+    divisor: float
+    url: str
+    why: str
+
+
+class Foreign(TypedDict):
+    """The table: the row of each key, or why none is needed, by the system that it belongs to."""
+
+    verl_omni: Mapping[str, str | Fields]
+    unsaid: Mapping[str, object]
+    loggers: Collection[object]
+    rewards: Mapping[str, Scorer]
+    verl: Mapping[str, Fields]
+    slime: Mapping[str, str | Fields]
+    peers: Mapping[str, str]
+
+
 @cache
-def foreign() -> Mapping[str, Mapping[str, Any]]:
-    """Returns the row of each key, by the system that it belongs to."""
-    return yaml.safe_load(Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"))
+def foreign() -> Foreign:
+    """Reads the table."""
+    text = Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8")
+    table: Foreign = yaml.safe_load(text)
+    return table
 
 
-def row_of(key: str) -> Any:
+def row_of(key: str) -> str | Fields | None:
     """Returns the row of a key of verl-omni, or of the nearest section above; None without one."""
     rows = foreign()["verl_omni"]
     section = key
@@ -25,7 +74,7 @@ def row_of(key: str) -> Any:
         section = section.rpartition(".")[0]
     row = rows.get(section)
     # What has a counterpart is no section.
-    is_key = isinstance(row, Mapping) and "to" in row
+    is_key = isinstance(row, dict) and "to" in row
     return None if section != key and is_key else row
 
 
@@ -35,7 +84,7 @@ def own_key(name: str) -> str | None:
     return peers.get(name) or peers.get(name.rpartition(".")[2])
 
 
-def mapping_of(path: Path, name: str) -> dict[str, Any]:
+def mapping_of(path: Path, name: str) -> dict[str, object]:
     """Reads a YAML file of the user; ValueError with its name if it holds no mapping."""
     # Here and not at the top: the command line reads the table before anything heavy is imported.
     from omegaconf import OmegaConf

@@ -22,7 +22,7 @@ from flowgrpo_rc.rewards.manager import RewardError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Overrides = Sequence[str] | Mapping[str, Any]
+Overrides = Sequence[str] | Mapping[str, object]
 # Names that other libraries have for an argument.
 _OTHER_NAMES = {"overrides": "config", "settings": "config", "args": "config"}
 # A word that Hydra reads as the text that it is.
@@ -67,7 +67,7 @@ def silent() -> Iterator[None]:
         package.removeHandler(handler)
 
 
-def check_callbacks(callbacks: Any) -> None:
+def check_callbacks(callbacks: object) -> None:
     """Raises ValueError unless all are functions that take a step and its metrics."""
     if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
         raise ValueError(f"callbacks={callbacks!r}: give a list of functions (step, metrics)")
@@ -95,7 +95,7 @@ def override_lines(overrides: Overrides, name: str = "config") -> list[str]:
     return list(overrides)
 
 
-def _written(key: str, value: Any) -> str:
+def _written(key: str, value: object) -> str:
     """Returns a value in Hydra's grammar."""
     if value is None:
         return "null"
@@ -150,7 +150,7 @@ def with_prompts(config: Config, prompts: Mapping[str, str]) -> Config:
     return replace(config, data=data)
 
 
-def _rows(key: str, value: Any) -> list[Mapping[str, Any]]:
+def _rows(key: str, value: Any) -> list[Mapping[str, object]]:
     """Returns the rows of prompts; [] for paths, which stay what they are."""
     if isinstance(value, str) and (match := _HUB_ID.fullmatch(value)) and not _is_file(value):
         value = _from_hub(key, match[1], match[2] or _SPLITS[key])
@@ -181,11 +181,11 @@ def _is_file(text: str) -> bool:
     return Path(path).suffix in PROMPT_FILES or os.path.exists(path)
 
 
-def _from_hub(key: str, name: str, split: str) -> Iterable[Any]:
+def _from_hub(key: str, name: str, split: str) -> Iterable[object]:
     try:
         from datasets import load_dataset
 
-        rows: Iterable[Any] = load_dataset(name, split=split)
+        rows: Iterable[object] = load_dataset(name, split=split)
     # The border to the library, which raises what it likes.
     except Exception as error:
         missing = isinstance(error, ImportError)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.config.foreign import PREFIX, foreign, row_of
+from flowgrpo_rc.config.foreign import PREFIX, Fields, Scorer, foreign, row_of
 from flowgrpo_rc.config.rows import NONE, REPEATED, REPLACED, STOPS, TRANSLATED, Row
 from flowgrpo_rc.config.tree import known_keys
 
@@ -22,7 +22,7 @@ class Setting(NamedTuple):
 
     line: str
     key: str
-    value: Any
+    value: object
     text: str
 
 
@@ -80,7 +80,7 @@ def translate(
     values = dict(beside or {}) | {key: setting.value for key, setting in last.items()}
     lines: dict[str, str] = {}
     sources: dict[str, Setting] = {}
-    translated: dict[str, Any] = {}
+    translated: dict[str, object] = {}
     replaced: dict[str, str] = {}
     outcomes = [(setting, _outcome(setting, values)) for setting in last.values()]
     for setting, outcome in outcomes:
@@ -124,7 +124,7 @@ def _replaced(setting: Setting, line: str) -> Row:
     return Row(REPEATED, setting.line, f"{REPLACED} {line}", setting.key)
 
 
-def write(value: Any) -> str:
+def write(value: object) -> str:
     """Returns a value in the grammar of overrides."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -141,7 +141,7 @@ def _unsaid(values: Values) -> Iterator[Row]:
         yield Row(STOPS, f"{_TERMS} (not given)", why, _TERMS)
     for key, value in foreign()["unsaid"].items():
         if _value(values, _bare(key), ...) is ...:
-            outcome = applied(row_of(key), Setting("", key, value, str(value)), values)
+            outcome = _of_default(key, value, values)
             if outcome.stops:
                 yield Row(STOPS, f"{key}={value} (not given)", outcome.why, key)
 
@@ -158,7 +158,7 @@ def _outcome(setting: Setting, values: Values) -> Outcome | None:
     return None if bare == setting.key else Outcome({bare: setting.value})
 
 
-def applied(row: Any, setting: Setting, values: Values) -> Outcome:
+def applied(row: str | Fields, setting: Setting, values: Values) -> Outcome:
     """Returns what a row of the table makes of a setting."""
     if isinstance(row, str):
         return Outcome(why=row)
@@ -178,12 +178,19 @@ def applied(row: Any, setting: Setting, values: Values) -> Outcome:
         settings[row["to"]] = _written(row, setting.value)
     for key, value in row.get("unsaid", {}).items():
         if _value(values, _bare(key), ...) is ...:
-            default = applied(row_of(key), Setting("", key, value, str(value)), values)
+            default = _of_default(key, value, values)
             settings |= {key: value for key, value in default.settings.items() if key not in values}
     return Outcome(settings, row.get("why", ""))
 
 
-def _unread(row: Mapping[str, Any], value: Any, values: Values) -> Any:
+def _of_default(key: str, value: object, values: Values) -> Outcome:
+    """Returns what becomes of a default of verl-omni, whose key has a row."""
+    row = row_of(key)
+    assert row is not None
+    return applied(row, Setting("", key, value, str(value)), values)
+
+
+def _unread(row: Fields, value: object, values: Values) -> str | Fields | None:
     """Returns what holds in place of a row that is not read beside these values; None if it is."""
     loss = _loss_of(values)
     if "loss" in row and loss != row["loss"]:
@@ -198,7 +205,7 @@ def _unread(row: Mapping[str, Any], value: Any, values: Values) -> Any:
     return None
 
 
-def _written(row: Mapping[str, Any], value: Any) -> Any:
+def _written(row: Fields, value: object) -> object:
     """Returns a value of the other system as it is written here."""
     for foreign_value, own_value in row.get("values", {}).items():
         if _same(foreign_value, value):
@@ -206,17 +213,17 @@ def _written(row: Mapping[str, Any], value: Any) -> Any:
     return row["as"].replace("VALUE", str(value)) if "as" in row else value
 
 
-def _same(first: Any, second: Any) -> bool:
+def _same(first: object, second: object) -> bool:
     """Returns whether two values are equal; True and 1 are not."""
     return bool(first == second) and isinstance(first, bool) == isinstance(second, bool)
 
 
-def _value(values: Values, key: str, default: Any = None) -> Any:
+def _value(values: Values, key: str, default: object = None) -> Any:
     """Returns the value of a key with or without prefix."""
     return values.get(key, values.get(PREFIX + key, default))
 
 
-def _loss_of(values: Values) -> Any:
+def _loss_of(values: Values) -> object:
     keys = ("actor.diffusion_loss.loss_mode", "actor.policy_loss.loss_mode", "model.algorithm")
     modes = (_value(values, key) for key in keys)
     return next((mode for mode in modes if mode is not None), None)
@@ -225,7 +232,7 @@ def _loss_of(values: Values) -> Any:
 # --- Rules that look at other keys
 
 
-def _has_window(value: Any, values: Values) -> bool:
+def _has_window(value: object, values: Values) -> bool:
     keys = ("rollout.algo.sde_window_size", "rollout.sde_window_size")
     sizes = [size for key in keys if (size := _value(values, key, ...)) is not ...]
     return None not in sizes if sizes else not is_whole_command(values)
@@ -242,12 +249,12 @@ def _draws_more(value: Any, values: Values) -> bool:
     return bool(steps * prompts > value)
 
 
-def _warms_up_by_ratio(value: Any, values: Values) -> bool:
+def _warms_up_by_ratio(value: object, values: Values) -> bool:
     return bool(value) and (_value(values, "actor.optim.lr_warmup_steps") or 0) <= 0
 
 
 # What `if` names in the table: of the key's value, and of all values.
-_CONDITIONS: Mapping[str, Callable[[Any, Values], bool]] = {
+_CONDITIONS: Mapping[str, Callable[[object, Values], bool]] = {
     "draws_more": _draws_more,
     "filters_groups": lambda value, values: bool(values.get("algorithm.filter_groups.enable")),
     "window_size": _has_window,
@@ -264,7 +271,7 @@ def _loggers(setting: Setting, values: Values) -> Outcome:
     """Takes a single name, too, and drops loggers that have no counterpart."""
     names = setting.value if isinstance(setting.value, list) else [setting.value]
     known = [name for name in names if name not in foreign()["loggers"]]
-    dropped = ", ".join(name for name in names if name in foreign()["loggers"])
+    dropped = ", ".join(str(name) for name in names if name not in known)
     why = f"there is no {dropped}; metrics.jsonl is always written" if dropped else ""
     return Outcome({"trainer.logger": setting.value if known == setting.value else known}, why)
 
@@ -290,7 +297,7 @@ def _deviation(setting: Setting, values: Values) -> Outcome:
 # --- Rewards
 
 
-def _scorer(path: Any) -> Mapping[str, Any]:
+def _scorer(path: object) -> Scorer:
     """Returns the reward here that scores as a file of verl-omni does; empty if there is none.
 
     The file is `a/b/genrm_ocr.py` or `pkg://a.b.genrm_ocr`.
@@ -299,7 +306,7 @@ def _scorer(path: Any) -> Mapping[str, Any]:
     return foreign()["rewards"].get(name, {})
 
 
-def _functions(values: Values) -> dict[str, Any]:
+def _functions(values: Values) -> dict[str, object]:
     """Returns the file of each reward function, by the name that its term has here."""
     paths = {
         key.split(".")[2]: path
@@ -341,7 +348,7 @@ def _reward(setting: Setting, values: Values) -> Outcome:
         models = {f"{_TERMS}.{reader}.model": setting.value for reader in readers}
         return Outcome(models, "" if models else "belongs to reward_model.enable")
     if option == "enable" and readers:
-        return Outcome(why=foreign()["verl_omni"]["reward.reward_model"])
+        return Outcome(why=str(foreign()["verl_omni"]["reward.reward_model"]))
     if setting.key == _FUNCTION:
         name = next(iter(functions))
         if functions[name] != setting.value:
@@ -351,12 +358,12 @@ def _reward(setting: Setting, values: Values) -> Outcome:
         return _term(name, scorer, values)
     if option in ("name", "required") or (name in functions and not scorer):
         return Outcome(why=f"belongs to {_FUNCTIONS}.{name}.path")
-    if option == "weight" and scorer:
+    if option == "weight" and scorer and isinstance(setting.value, int | float):
         return Outcome({f"{_TERMS}.{name}.weight": setting.value * (1 / scorer["divisor"])})
     return Outcome(why=f"rewards are set in {_TERMS}", stops=True)
 
 
-def _term(name: str, scorer: Mapping[str, Any], values: Values) -> Outcome:
+def _term(name: str, scorer: Scorer, values: Values) -> Outcome:
     """Returns the term that a reward function is here; it takes the place of the bundled `ocr`."""
     key = f"{_TERMS}.{name}"
     if values.get(key, ...) is None:
@@ -364,7 +371,7 @@ def _term(name: str, scorer: Mapping[str, Any], values: Values) -> Outcome:
     if not scorer:
         known = ", ".join(foreign()["rewards"])
         return Outcome(why=f"set {_TERMS}; only {known} have a counterpart", stops=True)
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     if "ocr" not in _functions(values) and f"{_TERMS}.ocr" not in values:
         settings[f"{_TERMS}.ocr"] = None
     if name != scorer["name"]:
@@ -388,8 +395,8 @@ _RULES: Mapping[str, Callable[[Setting, Values], Outcome]] = {
 
 
 def leaves(
-    tree: Mapping[str, Any], above: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
+    tree: Mapping[str, object], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object]]:
     """Yields the path and value of everything in a tree that is no filled section."""
     for name, value in tree.items():
         path = (*above, str(name))
@@ -399,12 +406,14 @@ def leaves(
             yield path, value
 
 
-def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(tree: Mapping[str, object]) -> dict[str, object]:
     """Returns the value of each key of a tree, such as {"rollout.n": 8}."""
     return {".".join(path): value for path, value in leaves(tree)}
 
 
-def translate_tree(tree: Mapping[str, Any], beside: Values) -> tuple[dict[str, Any], list[Row]]:
+def translate_tree(
+    tree: Mapping[str, object], beside: Values
+) -> tuple[dict[str, object], list[Row]]:
     """Returns a file in this project's naming, and the rows of what had another name or value.
 
     A key that neither system has stays, for the caller to refuse.
@@ -415,15 +424,16 @@ def translate_tree(tree: Mapping[str, Any], beside: Values) -> tuple[dict[str, A
     ]
     translated = translate(settings, beside=beside)
     paths = {".".join(path): path for path, _ in leaves(tree)}
-    translated_tree: dict[str, Any] = {}
+    translated_tree: dict[str, object] = {}
     for key, value in translated.values.items():
         *sections, name = paths.get(key, key.split("."))
         place = translated_tree
         for section in sections:
             if place.get(section) is None:
                 place[section] = {}
-            place = place[section]
-            if not isinstance(place, dict):
-                raise ValueError(f"{section}={place!r}: a section of keys, such as {name}")
+            below = place[section]
+            if not isinstance(below, dict):
+                raise ValueError(f"{section}={below!r}: a section of keys, such as {name}")
+            place = below
         place[name] = value
     return translated_tree, list(translated.rows)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.config.foreign import foreign, mapping_of
+from flowgrpo_rc.config.foreign import Fields, foreign, mapping_of
 from flowgrpo_rc.config.translate import Setting, applied
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.presets import PRESETS
@@ -19,7 +19,7 @@ from flowgrpo_rc.plugins import did_you_mean
 Layer = Mapping[str, Any]
 OWN_KEYS = tuple(f.name for f in dataclasses.fields(RolloutCorrectionConfig))
 # Keys with one row are spellings of one setting.
-_ROWS: Layer = {**foreign()["verl"], **foreign()["slime"]}
+_ROWS: Mapping[str, str | Fields] = {**foreign()["verl"], **foreign()["slime"]}
 _SWITCHES = ("use_tis", "use_rollout_correction", "use_rs")
 # In the table: the lower bound of weights, which is a part of their threshold here.
 _LOWER = "lower"
@@ -53,7 +53,7 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
-    flags: dict[str, Any] = {}
+    flags: dict[str, object] = {}
     for layer in layers:
         layer = _with_file(layer, notes)
         if layer.get("preset") is not None:
@@ -103,14 +103,14 @@ def _asks_for_weights(before: Layer, layer: Layer, flags: Layer) -> str:
     return "" if level is None or before.get("rollout_is") is not None else f"rollout_is={level}"
 
 
-def _over(settings: Layer, over: Layer) -> dict[str, Any]:
+def _over(settings: Layer, over: Layer) -> dict[str, object]:
     """Returns settings with others over them. What depends on a switch that these turn off goes."""
     off = [names for switch, names in _DEPENDENTS.items() if over.get(switch, 0) is None]
     gone = {name for names in off for name in names}
     return {key: value for key, value in settings.items() if key not in gone} | dict(over)
 
 
-def _with_file(layer: Layer, notes: list[str]) -> dict[str, Any]:
+def _with_file(layer: Layer, notes: list[str]) -> dict[str, object]:
     """Returns a layer with the keys of its slime file (`custom_config_path`), and notes them."""
     layer = {str(key): value for key, value in layer.items()}
     path = layer.pop(_FILE_KEY, None)
@@ -129,7 +129,7 @@ def _contradiction(first: str, second: str) -> ValueError:
     return ValueError(f"{first} and {second} contradict: drop one of them")
 
 
-def _translated(layer: Layer, notes: list[str]) -> dict[str, Any]:
+def _translated(layer: Layer, notes: list[str]) -> dict[str, object]:
     """Translates a layer; ValueError for an unknown key or preset, or a contradiction."""
     for key in layer:
         if key not in KNOWN_KEYS:
@@ -151,7 +151,7 @@ def _translated(layer: Layer, notes: list[str]) -> dict[str, Any]:
     return values if layer.get("preset") is None else _with_preset(layer["preset"], values, notes)
 
 
-def _with_preset(name: Any, values: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+def _with_preset(name: object, values: dict[str, object], notes: list[str]) -> dict[str, object]:
     """Returns a preset's settings with others over them; its mode and loss are fixed."""
     if name not in PRESETS:
         raise ValueError(
@@ -178,12 +178,13 @@ def _foreign_settings(layer: Layer, notes: list[str]) -> dict[str, _Sourced]:
     is_on = {switch: _is_on(layer, switch) for switch in ("use_tis", "use_rs")}
     shared = _bounds_of_weights(layer) if is_on["use_rs"] else []
     settings: dict[str, _Sourced] = {}
-    for key, row in sorted([*rows, *shared], key=lambda pair: pair[0] in _SWITCHES):
-        if isinstance(row, Mapping) and not is_on.get(row.get("switch", ""), True):
+    for key, row in sorted([*rows, *shared], key=lambda row: row[0] in _SWITCHES):
+        fields: Fields = {} if isinstance(row, str) else row
+        if not is_on.get(fields.get("switch", ""), True):
             if key not in dict(shared):
-                notes.append(f"{key}={layer[key]} is not used: {row['switch']} is not on")
+                notes.append(f"{key}={layer[key]} is not used: {fields['switch']} is not on")
             continue
-        value = _VALUES[row["value"]](layer[key], key) if "value" in row else layer[key]
+        value = _VALUES[fields["value"]](layer[key], key) if "value" in fields else layer[key]
         outcome = applied(row, Setting("", key, value, ""), layer)
         if outcome.stops:
             raise ValueError(f"{KEY}.{key}={layer[key]}: {outcome.why}; drop it")
@@ -206,7 +207,7 @@ def _is_on(layer: Layer, switch: str) -> bool:
     return any(flags)
 
 
-def _bounds_of_weights(layer: Layer) -> list[tuple[str, Any]]:
+def _bounds_of_weights(layer: Layer) -> list[tuple[str, str | Fields]]:
     """Returns the bounds of weights that rejection falls back to, with the rows of its own."""
     return [
         (key, _ROWS[f"rs_{bound}"])
@@ -238,7 +239,7 @@ def _join_bounds(settings: dict[str, _Sourced], notes: list[str]) -> None:
     settings["rollout_is_threshold"] = _Sourced(f"{lowest}_{upper.value}", source)
 
 
-def _flag(value: Any, key: str) -> bool:
+def _flag(value: object, key: str) -> bool:
     if str(value).lower() not in ("true", "false"):
         raise ValueError(f"{KEY}.{key}={value!r}: give true or false")
     return str(value).lower() == "true"
@@ -251,10 +252,12 @@ def _number(value: Any, key: str) -> float:
         raise ValueError(f"{KEY}.{key}={value!r}: give a number") from None
 
 
-def _function(value: Any, key: str) -> str:
+def _function(value: object, key: str) -> str:
     """Returns slime's `module.function` as `module:function`, and the name alone of slime's own."""
     module, _, name = str(value).replace(":", ".").rpartition(".")
-    return name if name in _ROWS[key]["same"] else f"{module}:{name}"
+    row = _ROWS[key]
+    own_names = () if isinstance(row, str) else row.get("same", ())
+    return name if name in own_names else f"{module}:{name}"
 
 
 # What `value` names in the table.

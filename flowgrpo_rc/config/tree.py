@@ -75,13 +75,18 @@ FREE_FORM = (
 )
 
 
-def replaces(key: str, value: Any) -> bool:
+def is_free_form(key: str) -> bool:
+    """Returns whether a key is one of these sections, or below one."""
+    return f"{key}.".startswith(FREE_FORM)
+
+
+def replaces(key: str, value: object) -> bool:
     """Returns whether an override is a mapping that replaces what its key held, not joins it.
 
     A section with keys of this project keeps those that the mapping leaves out.
     """
     is_section = key in (DIFFUSION_KEY, TOKEN_KEY)
-    return isinstance(value, Mapping) and f"{key}.".startswith(FREE_FORM) and not is_section
+    return isinstance(value, Mapping) and is_free_form(key) and not is_section
 
 
 @cache
@@ -96,13 +101,13 @@ def known_keys() -> frozenset[str]:
     return frozenset(_keys(OmegaConf.to_container(typed_tree())))
 
 
-def _keys(node: Any, prefix: str = "") -> Iterator[str]:
+def _keys(node: object, prefix: str = "") -> Iterator[str]:
     for name, below in node.items() if isinstance(node, dict) else ():
         yield f"{prefix}{name}"
         yield from _keys(below, f"{prefix}{name}.")
 
 
-def updates_of_steps(config: Any, steps: int) -> int:
+def updates_of_steps(config: Config | DictConfig, steps: int) -> int:
     """Returns the optimizer updates of the first steps of a run."""
     mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     return int(steps * mini_batches * config.actor.ppo_epochs)
@@ -133,10 +138,10 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             key = override.partition("=")[0]
             hint = "" if key in known_keys() else did_you_mean(key, sorted(known_keys()))
             blamed = f"{override}{hint}"
-            given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
-            chosen = reduce(lambda tree, part: tree[part], key.split("."), given)
-            chosen = in_seconds(key, chosen)
-            OmegaConf.update(merged, key, chosen, merge=not replaces(key, chosen))
+            written: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+            value = reduce(lambda tree, name: tree[name], key.split("."), written)
+            value = in_seconds(key, value)
+            OmegaConf.update(merged, key, value, merge=not replaces(key, value))
         blamed = str(path)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:

@@ -5,8 +5,9 @@ from functools import partial
 
 import torch
 
+from flowgrpo_rc.assembly.processes import make_processes
+from flowgrpo_rc.assembly.task import make_task
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
-from flowgrpo_rc.build import make_processes, make_task
 from flowgrpo_rc.calibration.causes import Symptom
 from flowgrpo_rc.calibration.faults import Lora, Replay
 from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, mismatch_of, other_precisions

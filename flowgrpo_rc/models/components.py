@@ -34,8 +34,9 @@ def build_pipeline(config: ModelConfig, make: Callable[[str, Any], object]) -> D
 
 def component_class(config: ModelConfig, name: str, library: str, class_name: str) -> Any:
     """Returns the class of a component by model_index.json; ValueError if it cannot be read."""
-    cls = getattr(import_module(library), class_name, None)
-    if not inspect.isclass(cls):
+    cls: Any = getattr(import_module(library), class_name, None)
+    is_class = inspect.isclass(cls)  # told apart, so that the type checker asks nothing of it
+    if not is_class:
         raise ValueError(
             f"model.path={config.path}: its {name} is {class_name}, and this installation's "
             f"{library} has no class of this name"

@@ -15,8 +15,8 @@ from flowgrpo_rc.config.names import CARD
 from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
 from flowgrpo_rc.planning.phases import at_peak, phases
 from flowgrpo_rc.planning.weights import CONTEXT, Job, as_size, beside_tensors, memory, total
-from flowgrpo_rc.plugins import in_gib
 from flowgrpo_rc.spec.check_engine import shares_weights
+from flowgrpo_rc.spec.machine import in_gib
 from flowgrpo_rc.spec.run_spec import RunSpec
 
 HEADROOM = 0.05  # of a card, for what is not planned

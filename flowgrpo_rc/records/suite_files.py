@@ -81,7 +81,10 @@ def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Row]:
 def _read(rows: Mapping[str, Row]) -> dict[str, PolicyComparison]:
     return {
         str(name): PolicyComparison(
-            *(_estimate(row[policy]) for policy in _POLICIES), num_prompts=int(row["count"])
+            base=_estimate(row["base"]),
+            tuned=_estimate(row["tuned"]),
+            change=_estimate(row["change"]),
+            num_prompts=int(row["count"]),
         )
         for name, row in rows.items()
     }

@@ -6,7 +6,6 @@ Nothing is loaded.
 import os
 import shutil
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from flowgrpo_rc.models.index import ABSENT, read_index
 from flowgrpo_rc.plugins import check_options, check_packages
 from flowgrpo_rc.rollout.options.option import Need
 from flowgrpo_rc.spec.check_settings import refuse
-from flowgrpo_rc.spec.run_spec import RunSpec, exact_rollout
+from flowgrpo_rc.spec.run_spec import RunSpec
 from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
 
 ENGINE_KWARGS = "rollout.engine_kwargs"
@@ -113,23 +112,6 @@ def _check_options(spec: RunSpec) -> None:
                 )
 
 
-def _check_redraw(spec: RunSpec) -> None:
-    """Refuses samples that are drawn again in vain."""
-    rollout = spec.config.rollout
-    refuse(
-        (
-            rollout.redraw and spec.trained_n is None,
-            f"rollout.redraw=true needs actor.train_n below rollout.n={rollout.n}: lower "
-            "actor.train_n, or drop rollout.redraw",
-        ),
-        (
-            rollout.redraw and exact_rollout(spec.config) == replace(rollout, merge_lora=False),
-            "rollout.redraw=true has no effect: the rollout is exact; set rollout.quantization or "
-            "rollout.cache, or drop rollout.redraw",
-        ),
-    )
-
-
 def _is_split(config: Config) -> bool:
     return resolve_strategy(config.trainer.strategy) == "fsdp2"
 
@@ -153,7 +135,6 @@ def check_engine(spec: RunSpec) -> None:
             f"model.prompt_cache={kept} needs prompts that the trainer's process encodes: set "
             "rollout.name=diffusers and rollout.workers=0 without data.replay_dir, or drop it"
         )
-    _check_redraw(spec)
     _check_options(spec)
     if config.model.offload_idle == "layers" and not shares_weights(spec):
         raise ValueError(

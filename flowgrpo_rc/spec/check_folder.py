@@ -97,17 +97,18 @@ def how_from_lora(config: Config, steps: int) -> str:
 
 def _check_length(stored: Config, config: Config) -> None:
     """Raises ValueError if the run would get another length than its learning rate was made for."""
-    asked, planned = config.trainer.total_training_steps, stored.trainer.total_training_steps
-    if asked == planned or can_be_extended(stored):
+    steps = config.trainer.total_training_steps
+    planned = stored.trainer.total_training_steps
+    if steps == planned or can_be_extended(stored):
         return
     folder = RunFolder(Path(config.trainer.output_dir))
     message = (
-        f"trainer.total_training_steps={asked}: the run in {folder.root} has {planned}, and its "
+        f"trainer.total_training_steps={steps}: the run in {folder.root} has {planned}, and its "
         f"learning rate changes until its end (actor.optim.lr_scheduler="
         f"{stored.actor.optim.lr_scheduler}), so it keeps its length; give {planned}, or "
         "another trainer.output_dir for a fresh run"
     )
     if folder.lora.is_dir():
-        more = asked - planned if asked > planned else asked
+        more = steps - planned if steps > planned else steps
         message += f"; {how_from_lora(config, more)}"
     raise ValueError(message)

@@ -120,7 +120,7 @@ def inputs_of(spec: RunSpec, prompts: Prompts) -> dict[str, Input]:
     out.
     """
     config = spec.settings
-    found = {
+    inputs = {
         key: prompts_input(prompt_files(files, key), read)
         for key, files, read in files_of(config, prompts)
     }
@@ -129,12 +129,12 @@ def inputs_of(spec: RunSpec, prompts: Prompts) -> dict[str, Input]:
         index = try_to_load_from_cache(config.model.path, INDEX_FILES[config.model.kind])
         model = Path(index).parent if isinstance(index, str) else model
     if model.is_dir():
-        found |= model_inputs("model.path", model)
+        inputs |= model_inputs("model.path", model)
     for name, term in config.reward.terms.items():
         for option, value in (term or {}).items():
             if isinstance(value, str) and "/" in value and Path(value).expanduser().exists():
                 key, path = f"reward.terms.{name}.{option}", Path(value).expanduser()
-                found |= model_inputs(key, path) if path.is_dir() else {key: file_input(path)}
+                inputs |= model_inputs(key, path) if path.is_dir() else {key: file_input(path)}
     for name, code in codes(spec.rewards).items():
-        found |= code_input(f"reward.terms.{name}", code)
-    return found
+        inputs |= code_input(f"reward.terms.{name}", code)
+    return inputs

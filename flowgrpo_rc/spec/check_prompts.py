@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _UNKNOWN = "prompts have letters unknown to {}, which are all read alike"
 # Prompts that are asked together, whether a reward needs their targets, and how one is named.
-_Asked = tuple[Sequence[Prompt], bool, Callable[[Prompt], str]]
+_Group = tuple[Sequence[Prompt], bool, Callable[[Prompt], str]]
 
 
 def check_images(run: RunSpec, model: FlowModel, prompts: Prompts) -> None:
@@ -36,7 +36,7 @@ def check_images(run: RunSpec, model: FlowModel, prompts: Prompts) -> None:
         return
     what = f"model.path={config.model.path}: a {model.pipeline_class}"
     check_packages(what, model.packages, "editing")
-    for read, _, where in _asked(run, prompts):
+    for read, _, where in _groups(run, prompts):
         for prompt in read:
             for image in prompt.images:
                 try:
@@ -48,15 +48,16 @@ def check_images(run: RunSpec, model: FlowModel, prompts: Prompts) -> None:
 def check_rows(run: RunSpec, prompts: Prompts) -> None:
     """Warns of prompts that stand twice, and of the package's held-out words for other prompts."""
     config = run.settings
-    for read, _, where in _asked(run, prompts):
+    for read, _, where in _groups(run, prompts):
         first: dict[object, Prompt] = {}
         keys = ((prompt, (prompt.text, str(prompt.messages), prompt.images)) for prompt in read)
         repeats = [prompt for prompt, key in keys if first.setdefault(key, prompt) is not prompt]
         _warn(repeats, read, "prompts repeat an earlier one", where)
-    asked, there = config.rollout.val_kwargs.n, len(prompts.held_out)
-    if asked is not None and asked > there:
-        told = "rollout.val_kwargs.n=%d: data.val_files has %d prompts, and all of them are used"
-        logger.warning(told, asked, there)
+    n = config.rollout.val_kwargs.n
+    available = len(prompts.held_out)
+    if n is not None and n > available:
+        words = "rollout.val_kwargs.n=%d: data.val_files has %d prompts, and all of them are used"
+        logger.warning(words, n, available)
     trained, held_out = (
         all(file.is_relative_to(assets.ROOT) for file in prompt_files(files, key))
         for key, files, _ in files_of(config, prompts)
@@ -77,17 +78,19 @@ def check_texts(
     Returns the first prompt of a language model as tokens, for a reader.
     """
     config = run.settings
-    asked = _asked(run, prompts, suites)
+    groups = _groups(run, prompts, suites)
     if model is not None:
-        _check_cuts(config, model, asked)
+        _check_cuts(config, model, groups)
         return ""
-    rollout, template = config.rollout, config.model.chat_template_kwargs
+    rollout = config.rollout
+    template = config.model.chat_template_kwargs
     most = rollout.engine_kwargs.get("max_model_len")
     check_context(config.model, rollout.prompt_length, rollout.response_length, most)
     tokenizer = load_tokenizer(config.model)
     first = ""
-    for read, _, where in asked:
-        unknown, alike = [], []
+    for read, _, where in groups:
+        unknown = []
+        alike = []
         texts: dict[tuple[int, ...], Prompt] = {}  # the first prompt with these tokens
         for prompt in read:
             try:
@@ -104,31 +107,34 @@ def check_texts(
     return first
 
 
-def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> None:
+def _check_cuts(config: Config, model: FlowModel, groups: Iterable[_Group]) -> None:
     """Warns of prompts that an encoder cuts; refuses one whose needed target no encoder reads."""
     spec = config.rollout.spec()
     key = f"rollout.pipeline.max_sequence_length={spec.max_sequence_length}"
-    guided = any(model.cfg_scale(each) > 1 for each in (spec, config.rollout.held_out_spec()))
+    samplers = (spec, config.rollout.held_out_spec())
+    guided = any(model.cfg_scale(sampler) > 1 for sampler in samplers)
     tokenizers = load_tokenizers(config.model)
     for name, tokenizer in tokenizers.items():
         encoder = model.pipeline.components.get(name.replace("tokenizer", "text_encoder"))
         last = max(tokenizer.get_vocab().values())
         if encoder is not None and last >= len(encoder.get_input_embeddings().weight):
-            given = f"model.path={config.model.path}: its {name}"
-            raise ValueError(f"{given} has tokens up to {last}, which its text encoder lacks")
+            raise ValueError(
+                f"model.path={config.model.path}: its {name} has tokens up to {last}, which its "
+                "text encoder lacks"
+            )
     limits = {
         name: (tokenizer, most)
         for name, tokenizer in tokenizers.items()
         if (most := model.most_tokens(tokenizer, spec)) is not None
     }
-    for read, needs_target, where in asked:
+    for read, needs_target, where in groups:
         cut_by_all = set(range(len(read)) if limits else ())
-        told: dict[tuple[str, tuple[int, ...]], list[str]] = {}  # what, of which rows: by whom
+        warnings: dict[tuple[str, tuple[int, ...]], list[str]] = {}  # what, of which rows: by whom
         negatives = [prompt.negative_text for prompt in read]
         if not guided:
             words = "prompts bring a negative prompt, which has no effect without guidance: set "
             words += f"rollout.pipeline.{model.cfg_key} above {model.unguided_scale:g} to use it"
-            _warn([each for each in read if each.negative_text.strip()], read, words, where)
+            _warn([prompt for prompt in read if prompt.negative_text.strip()], read, words, where)
         for name, (tokenizer, most) in limits.items():
             texts = [prompt.text for prompt in read]
             ids_of_rows = enumerate(tokenizer(texts).input_ids)
@@ -139,9 +145,9 @@ def _check_cuts(config: Config, model: FlowModel, asked: Iterable[_Asked]) -> No
             long = f"prompts are cut: they have more than the {most} tokens kept by {{}} ({key})"
             finds = {_UNKNOWN: unknown, long: cut, f"negative {long}": without}
             for words, rows in finds.items():
-                told.setdefault((words, tuple(rows)), []).append(name)
-        for (words, found), names in told.items():
-            _warn([read[row] for row in found], read, words.format(", ".join(names)), where)
+                warnings.setdefault((words, tuple(rows)), []).append(name)
+        for (words, row_numbers), names in warnings.items():
+            _warn([read[row] for row in row_numbers], read, words.format(", ".join(names)), where)
         for row in sorted(cut_by_all) if needs_target else ():
             reads = (_reads_target(model, read[row], *limit) for limit in limits.values())
             if not any(reads):
@@ -160,11 +166,11 @@ def _has_unknown(tokenizer: Any, ids: Sequence[int]) -> bool:
 
 
 def _warn(
-    found: Sequence[Prompt], read: Sequence[Prompt], words: str, where: Callable[[Prompt], str]
+    concerned: Sequence[Prompt], read: Sequence[Prompt], words: str, where: Callable[[Prompt], str]
 ) -> None:
-    if found:
-        counts = (len(found), len(read))
-        logger.warning("%d of %d %s; the first is %s", *counts, words, where(found[0]))
+    if concerned:
+        counts = (len(concerned), len(read))
+        logger.warning("%d of %d %s; the first is %s", *counts, words, where(concerned[0]))
 
 
 def _cut(model: FlowModel, tokenizer: Any, most: int, texts: Sequence[str]) -> list[int]:
@@ -187,7 +193,9 @@ def _reads_target(model: FlowModel, prompt: Prompt, tokenizer: Any, most: int) -
     return len(tokenizer(whole[:end]).input_ids) <= most
 
 
-def _asked(run: RunSpec, prompts: Prompts | None, suites: Sequence[Suite] = ()) -> Iterator[_Asked]:
+def _groups(
+    run: RunSpec, prompts: Prompts | None, suites: Sequence[Suite] = ()
+) -> Iterator[_Group]:
     """Yields the prompts of training, the held-out ones, and those of each suite."""
     if prompts is not None:
         needs = bool(requires_target(run.rewards))

@@ -138,18 +138,19 @@ def _check_model(spec: RunSpec, suites: Sequence[Suite] = ()) -> FlowModel | Non
     path = str(folder) if folder.exists() else config.model.path
     model = build_architecture(replace(config.model, path=path))
     for suite in suites:
-        key, asked = f"suite {suite.name}: sampler", suite.applied(config.rollout)
-        run = samplers["rollout.val_kwargs"]
-        pinned = [f"{k}={v}" for k, v in suite.sampler.items() if v != getattr(run, k)]
+        key = f"suite {suite.name}: sampler"
+        rollout = suite.applied(config.rollout)
+        held_out = samplers["rollout.val_kwargs"]
+        pinned = [f"{k}={v}" for k, v in suite.sampler.items() if v != getattr(held_out, k)]
         if pinned:
-            told = "suite %s pins %s: rollout.val_kwargs does not reach it"
-            logger.warning(told, suite.name, ", ".join(pinned))
+            words = "suite %s pins %s: rollout.val_kwargs does not reach it"
+            logger.warning(words, suite.name, ", ".join(pinned))
         try:
-            check_model(adapter, asked, key, pinned=suite.sampler)
-            model.check(asked.held_out_spec(), key)
+            check_model(adapter, rollout, key, pinned=suite.sampler)
+            model.check(rollout.held_out_spec(), key)
         except ValueError as error:
             raise ValueError(f"{error}; {HOW_TO_CHANGE.format(suite.name)}") from error
-        samplers[key] = asked.held_out_spec()
+        samplers[key] = rollout.held_out_spec()
     guided = any(adapter.cfg_scale(sampler) > 1 for sampler in samplers.values())
     if config.data.negative_prompt and not guided:
         raise ValueError(

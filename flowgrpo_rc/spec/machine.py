@@ -5,6 +5,7 @@ settings ask for, and threads. No library of models is imported for it.
 import logging
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.child import launched_processes
+from flowgrpo_rc.plugins import refuse
 from flowgrpo_rc.records.config import AUTO
 from flowgrpo_rc.records.rollout_files import recorded_processes
 from flowgrpo_rc.spec.run_spec import Machine, gpus_per_worker, shares_evenly
@@ -19,6 +21,7 @@ from flowgrpo_rc.spec.run_spec import Machine, gpus_per_worker, shares_evenly
 KEY = "trainer.num_processes"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in a period, the period
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:Gi?B?)?", re.IGNORECASE)  # of a card's memory
 logger = logging.getLogger(__name__)
 
 
@@ -45,41 +48,58 @@ def device_of(config: Config) -> torch.device:
 
 def check_planned(processes: int, nodes: int, tflops: float) -> None:
     """Raises ValueError for machines that no plan can be made for."""
-    for option, number in (("--nodes", nodes), ("--processes", processes)):
-        if number < 1:
-            raise ValueError(f"{option} {number}: give at least 1")
-    if processes % nodes:
-        raise ValueError(f"--processes {processes} are not spread evenly over --nodes {nodes}")
-    if not 0 < tflops < math.inf:
-        raise ValueError(f"--tflops {tflops}: give the rate of a card, above 0, such as 400")
-
-
-def device_named(asked: str) -> torch.device:
-    """Returns the device for `trainer.device`: the GPU, or the CPU if there is no CUDA or `cpu` is
-    asked for.
-
-    Other accelerators are left alone: Apple's has no float64, which the metrics need. A GPU that is
-    asked for, or whose driver torch cannot use, is an error.
-    """
-    has_cuda = torch.cuda.is_available()
-    if has_cuda or asked == "cpu":
-        return torch.device("cuda" if has_cuda and asked != "cpu" else "cpu")
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
-    found = (
-        f"trainer.device={asked}: torch {torch.__version__} is built for {built} and sees no GPU"
+    least = ": give at least 1"
+    refuse(
+        (nodes < 1, f"--nodes {nodes}{least}"),
+        (processes < 1, f"--processes {processes}{least}"),
+        (
+            nodes > 0 and processes % nodes,
+            f"--processes {processes} are not spread evenly over --nodes {nodes}",
+        ),
+        (
+            not 0 < tflops < math.inf,
+            f"--tflops {tflops}: give the rate of a card, above 0, such as 400",
+        ),
     )
-    if asked == "cuda":
-        raise ValueError(
-            f"{found}; install the driver or a torch for CUDA, or set trainer.device=auto (the CPU "
-            "if there is no GPU) or cpu"
-        )
+
+
+def in_gib(key: str, value: object) -> float:
+    """Returns the memory of a card, a number or such as 24GB or 24GiB, both of which are 24."""
+    size = _SIZE.fullmatch(str(value).strip())
+    if not size or float(size[1]) == 0:
+        raise ValueError(f"{key} {value}: give the GiB of a card, above 0, such as 24 or 24GB")
+    return float(size[1])
+
+
+def device_named(name: str) -> torch.device:
+    """Returns the device for `trainer.device`: the GPU, or the CPU if there is no CUDA or it is
+    `cpu`.
+
+    Other accelerators are left alone: Apple's has no float64, which the metrics need. `cuda`
+    without a GPU, and a driver that torch cannot use, are errors.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
     # A driver that is too old for this torch looks the same as no GPU.
-    if NVIDIA_DRIVER.is_file() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        raise ValueError(
-            f"{found}, though this machine has an NVIDIA driver; install a newer driver "
-            "(`nvidia-smi` shows yours) or a torch for its CUDA from "
-            "https://download.pytorch.org/whl, or set trainer.device=cpu"
-        )
+    has_driver = NVIDIA_DRIVER.is_file() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    refuse(
+        (
+            name == "cuda",
+            "; install the driver or a torch for CUDA, or set trainer.device=auto (the CPU if "
+            "there is no GPU) or cpu",
+        ),
+        (
+            has_driver,
+            ", though this machine has an NVIDIA driver; install a newer driver (`nvidia-smi` "
+            "shows yours) or a torch for its CUDA from https://download.pytorch.org/whl, or set "
+            "trainer.device=cpu",
+        ),
+        about=f"trainer.device={name}: torch {torch.__version__} is built for {built} and sees no "
+        "GPU",
+    )
     return torch.device("cpu")
 
 
@@ -89,20 +109,20 @@ def num_processes(config: Config, device: torch.device) -> int:
         return processes_here(config)
     for section in (config.rollout, config.actor, config.trainer):
         section.validate()
-    asked = config.trainer.num_processes
+    number = config.trainer.num_processes
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else None
-    if isinstance(asked, int):
-        if num_gpus is not None and asked > num_gpus:
+    if isinstance(number, int):
+        if num_gpus is not None and number > num_gpus:
             raise ValueError(
-                f"{KEY}={asked}: one process drives one GPU, and {num_gpus} are visible; give at "
+                f"{KEY}={number}: one process drives one GPU, and {num_gpus} are visible; give at "
                 f"most {num_gpus}, or {AUTO}"
             )
-        if num_gpus is not None and asked < num_gpus and config.rollout.workers == 0:
+        if num_gpus is not None and number < num_gpus and config.rollout.workers == 0:
             logger.warning(
-                f"{KEY}={asked}: {num_gpus} GPUs are visible, and the others are not used; "
+                f"{KEY}={number}: {num_gpus} GPUs are visible, and the others are not used; "
                 f"{KEY}={AUTO} uses all that can share a step"
             )
-        return asked
+        return number
     if config.data.replay_dir is not None:
         return recorded_processes(Path(config.data.replay_dir).expanduser())
     most = usable_cores() if num_gpus is None else num_gpus
@@ -122,16 +142,14 @@ def _taken_by_workers(config: Config, device: torch.device) -> int:
 
 def processes_here(config: Config) -> int:
     """Returns how many processes share a step of a run in this process."""
-    asked, launched = config.trainer.num_processes, launched_processes()
-    if asked in (AUTO, 1, launched):
+    number = config.trainer.num_processes
+    launched = launched_processes()
+    if number in (AUTO, 1, launched):
         return launched or 1
+    why = f", but the launcher has started {launched} (WORLD_SIZE): drop one of the two"
     if launched is None:
-        raise ValueError(
-            f"{KEY}={asked}: only the command `flowgrpo-rc train` starts processes; set it to 1"
-        )
-    raise ValueError(
-        f"{KEY}={asked}, but the launcher has started {launched} (WORLD_SIZE): drop one of the two"
-    )
+        why = ": only the command `flowgrpo-rc train` starts processes; set it to 1"
+    raise ValueError(f"{KEY}={number}{why}")
 
 
 def limit_threads(*, quiet: bool = False) -> None:

@@ -67,18 +67,15 @@ class RunSpec:
 
     @cached_property
     def engine_class(self) -> type[RolloutEngine[Any]]:
-        """The class that `rollout.name` names; ValueError if there is none."""
+        """Loads the class that `rollout.name` names; ValueError if there is none."""
         try:
-            engine_class: type[RolloutEngine[Any]] = load_class(
-                PACKAGE, self.settings.rollout.name, RolloutEngine
-            )
+            return load_class(PACKAGE, self.settings.rollout.name, RolloutEngine)
         except ValueError as error:
             raise ValueError(f"rollout.name: {error}") from error
-        return engine_class
 
     @cached_property
     def config(self) -> Config:
-        """The settings of the run, in which nothing is left open: what config.yaml records."""
+        """Returns the settings with nothing left open: what config.yaml records."""
         settings = self.settings
         rollout = replace(settings.rollout, merge_lora=self._merge_lora())
         correction = replace(settings.algorithm.rollout_correction, centered=self._centered())
@@ -87,9 +84,9 @@ class RunSpec:
 
     def _merge_lora(self) -> bool | str | None:
         """Decides `rollout.merge_lora`: what costs no precision, in a resumed run what it had."""
-        given = self.settings.rollout.merge_lora
-        if given is not None:
-            return given
+        choice = self.settings.rollout.merge_lora
+        if choice is not None:
+            return choice
         sharded = resolve_strategy(self.settings.trainer.strategy) == "fsdp2"
         if self.earlier is not None:
             before = self.earlier.rollout.merge_lora
@@ -111,9 +108,9 @@ class RunSpec:
 
     def _centered(self) -> bool | None:
         """Decides the correction's `centered`: true where the rollout's steps have means."""
-        given = self.settings.algorithm.rollout_correction.centered
-        if given is not None:
-            return given
+        choice = self.settings.algorithm.rollout_correction.centered
+        if choice is not None:
+            return choice
         if self.earlier is not None:
             return self.earlier.algorithm.rollout_correction.centered
         if self.is_text or self.forward_loss is not None:
@@ -124,37 +121,37 @@ class RunSpec:
 
     @property
     def is_text(self) -> bool:
-        """Whether samples are responses of a language model, not images."""
+        """Tells whether samples are responses of a language model, not images."""
         return self.settings.model.kind == "causal_lm"
 
     @property
     def forward_loss(self) -> ForwardLoss | None:
-        """The loss if it trains on finished samples; None if it trains on recorded steps."""
+        """Returns the loss if it trains on finished samples, and None if on recorded steps."""
         return self.loss if isinstance(self.loss, ForwardLoss) else None
 
     @property
     def step_loss(self) -> DiffusionLoss:
-        """The loss of denoising steps."""
+        """Returns the loss of denoising steps."""
         assert isinstance(self.loss, DiffusionLoss)
         return self.loss
 
     @property
     def mode(self) -> str | None:
-        """`bypass` or `decoupled`; None for a loss without log-probs."""
+        """Returns `bypass` or `decoupled`; None for a loss without log-probs."""
         if self.forward_loss is not None:
             return None
         return "bypass" if self.settings.algorithm.rollout_correction.bypass_mode else "decoupled"
 
     @property
     def correction(self) -> RolloutCorrectionConfig:
-        """The rollout correction; its denominator is that of the model's kind if unset."""
+        """Returns the rollout correction; an unset denominator is that of the model's kind."""
         correction = self.config.algorithm.rollout_correction
         default = "kept" if self.is_text else "all"
         return replace(correction, normalize=correction.normalize or default)
 
     @property
     def loss_config(self) -> LossConfig:
-        """The settings of the loss and of the correction inside it."""
+        """Returns the settings of the loss and of the correction inside it."""
         return LossConfig(
             rollout_correction=self.config.algorithm.rollout_correction,
             diffusion_loss=self.config.actor.diffusion_loss,
@@ -163,12 +160,12 @@ class RunSpec:
 
     @property
     def loss_needs_means(self) -> bool:
-        """Whether the loss compares the means of the current steps with those of the old policy."""
+        """Tells whether the loss compares the means of current steps with the old policy's."""
         return isinstance(self.loss, ImageLoss) and self.loss.needs_means
 
     @cached_property
     def means_readers(self) -> list[str]:
-        """The settings that compare steps with the means that the rollout records."""
+        """Lists the settings that compare steps with the means that the rollout records."""
         correction = self.config.algorithm.rollout_correction
         mode = self.settings.actor.diffusion_loss.loss_mode
         readers = {
@@ -182,12 +179,12 @@ class RunSpec:
 
     @property
     def keeps_means(self) -> bool:
-        """Whether rollouts have to record the means of their steps."""
+        """Tells whether rollouts have to record the means of their steps."""
         return bool(self.means_readers)
 
     @property
     def clip_ratio(self) -> float | None:
-        """The narrower half-width of the PPO band; None for none, or if it follows the mismatch."""
+        """Returns the narrower half-width of the PPO band; None if none is fixed."""
         if self.settings.algorithm.rollout_correction.loss_type == "reinforce":
             return None
         if not self.is_text and self.settings.actor.diffusion_loss.auto:
@@ -198,22 +195,23 @@ class RunSpec:
 
     @property
     def fresh(self) -> bool:
-        """Whether the weights that are trained made the samples, not older ones."""
+        """Tells whether the weights that are trained made the samples, not older ones."""
         return self.settings.rollout.staleness == 0 and self.settings.data.replay_dir is None
 
     @cached_property
     def trained_rollout(self) -> RolloutConfig:
-        """The settings of the samples that are trained on."""
+        """Returns the settings of the samples that are trained on."""
         return exact_rollout(self.config) if self.config.rollout.redraw else self.config.rollout
 
     @cached_property
     def expected_mismatch(self) -> float | None:
-        """The mismatch that rounding explains, relative to one that can be measured.
+        """Returns the mismatch that rounding explains, relative to one that can be measured.
 
         None if older weights made the samples, the engine rounds in a format of its own, or skips
         blocks at recorded steps; see `relative_size`.
         """
-        rollout, model = self.trained_rollout, self.config.model
+        rollout = self.trained_rollout
+        model = self.config.model
         if self.forward_loss is not None or not self.fresh:
             return None
         if rollout.engine_kwargs.get("quantization"):
@@ -226,7 +224,7 @@ class RunSpec:
 
     @cached_property
     def why_recompute(self) -> str | None:
-        """Why the old policy of the first mini-batch takes forwards of its own; None if not."""
+        """Says why the first mini-batch's old policy takes forwards of its own; None if not."""
         if self.mode != "decoupled":
             return None
         correction = self.settings.algorithm.rollout_correction
@@ -235,7 +233,7 @@ class RunSpec:
 
     @property
     def trained_steps(self) -> int:
-        """How many steps of an image are trained: SDE steps, or noise levels of it."""
+        """Counts the steps of an image that are trained: SDE steps, or noise levels of it."""
         if self.forward_loss is None:
             return self.settings.rollout.window()[0]
         times = self.forward_loss.times
@@ -243,59 +241,59 @@ class RunSpec:
 
     @property
     def states_per_sample(self) -> int:
-        """How many states of a sample a batch holds: its latents, and means if kept."""
+        """Counts the states of a sample in a batch: its latents, and means if kept."""
         steps = self.settings.rollout.window()[0]
         return 2 * steps + 1 if self.keeps_means else steps + 1
 
     @property
     def trained_n(self) -> int | None:
-        """The samples of a prompt that are trained on; None for all of them."""
+        """Counts the samples of a prompt that are trained on; None for all of them."""
         return trained_n(self.settings)
 
     @property
     def samples_per_step(self) -> int:
-        """The samples of a step on one process, those that are not trained on included."""
+        """Counts the samples of a step on one process, trained on or not."""
         batch_size = self.settings.data.train_batch_size
         return batch_size * self.settings.rollout.n // self.machine.num_processes
 
     @property
     def trained_per_step(self) -> int:
-        """The samples of a step on one process that are trained on."""
+        """Counts the samples of a step on one process that are trained on."""
         group_size = self.trained_n or self.settings.rollout.n
         return self.settings.data.train_batch_size * group_size // self.machine.num_processes
 
     @property
     def samples_per_mini_batch(self) -> int:
-        """The samples of a mini-batch on one process."""
+        """Counts the samples of a mini-batch on one process."""
         return samples_per_mini_batch(self.settings, self.machine.num_processes)
 
     @property
     def total_updates(self) -> int:
-        """The optimizer updates of the whole run."""
+        """Counts the optimizer updates of the whole run."""
         return updates_of_steps(self.settings, self.settings.trainer.total_training_steps)
 
     @property
     def chunk_size(self) -> int:
-        """The samples of one forward while sampling."""
-        actor, rollout = self.settings.actor, self.settings.rollout
-        return rollout.micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+        """Counts the samples of one forward while sampling."""
+        own_size = self.settings.rollout.micro_batch_size_per_gpu
+        return own_size or self.settings.actor.ppo_micro_batch_size_per_gpu
 
     @property
-    def engine_options(self) -> dict[str, Any]:
-        """What the engine is built with, besides the model and its network."""
+    def engine_options(self) -> dict[str, object]:
+        """Returns what the engine is built with, besides the model and its network."""
         return engine_options(self.config.rollout, self.chunk_size)
 
     @property
     def gpus_per_worker(self) -> float:
-        """The GPUs of a rollout worker, by default all that its engine spans."""
+        """Counts the GPUs of a rollout worker, by default all that its engine spans."""
         return gpus_per_worker(self.settings, self.machine.device)
 
 
 def exact_rollout(config: Config) -> RolloutConfig:
     """Returns the rollout in the trainer's precision, with all blocks."""
-    rollout, dtype = config.rollout, config.model.dtype
-    exact = replace(rollout, dtype=dtype, quantization=None, merge_lora=False)
-    return replace(exact, cache=CacheConfig())
+    dtype = config.model.dtype
+    cache = CacheConfig()
+    return replace(config.rollout, dtype=dtype, quantization=None, merge_lora=False, cache=cache)
 
 
 def trained_n(config: Config) -> int | None:
@@ -320,15 +318,15 @@ def shares_evenly(config: Config, num_processes: int) -> bool:
 
 def gpus_per_worker(config: Config, device: torch.device) -> float:
     """Returns the GPUs of a rollout worker on a device, by default all that its engine spans."""
-    given = config.rollout.gpus_per_worker
-    if given is not None or device.type != "cuda":
-        return given or 0
+    chosen = config.rollout.gpus_per_worker
+    if chosen is not None or device.type != "cuda":
+        return chosen or 0
     return float(config.rollout.engine_kwargs.get("tensor_parallel_size", 1))
 
 
-def engine_options(rollout: RolloutConfig, chunk_size: int) -> dict[str, Any]:
+def engine_options(rollout: RolloutConfig, chunk_size: int) -> dict[str, object]:
     """Returns what an engine is built with for a rollout, besides the model and its network."""
-    options: dict[str, Any] = {"dtype": rollout.dtype, "chunk_size": chunk_size}
+    options: dict[str, object] = {"dtype": rollout.dtype, "chunk_size": chunk_size}
     applied = [option for option in rollout.options() if option.in_engine]
     if applied:  # only an engine that takes some has a parameter for them
         options["options"] = applied

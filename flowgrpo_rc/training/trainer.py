@@ -33,7 +33,7 @@ from flowgrpo_rc.training.update import PolicyUpdate
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Runs the steps that are left of a run; `flowgrpo_rc.build` makes it.
+    """Runs the steps that are left of a run; `flowgrpo_rc.assembly.run` makes it.
 
     Everything random follows from (seed, step, prompt slot, sample), so a resumed run is bit-equal
     to one that was never interrupted. `mini_batch_size` counts samples of one process.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,48 +58,54 @@ WRONG = [
 ]
 
 
-@pytest.fixture
-def words_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """Returns the words of a command line in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))  # which has no login
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    return lambda line: line.split(" ")
+# Runs command lines, and prints the code and the last words of each, and what was imported.
+PROGRAM = """
+import contextlib, io, json, sys
+from flowgrpo_rc.cli import main
+answers = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(words)
+    answers.append((code, (said.getvalue().splitlines() or [""])[-1]))
+names = [name for name in ("diffusers", "transformers", "peft") if name in sys.modules]
+print(json.dumps([answers, names]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """What one process in an empty folder without logins answers to each line.
+
+    It takes no library of models, which costs seconds.
+    """
+    folder = tmp_path_factory.mktemp("empty")
+    lines = {line: ["train", *line.split(" "), "trainer.device=cpu"] for line, _ in WRONG}
+    others = ("eval nofolder", "export nofolder --out x", "report nofolder", "compare a b")
+    lines |= {line: line.split() for line in (*others, "train --cfg job")}
+    logins = ("WANDB_API_KEY", "WANDB_MODE", "NETRC")
+    environment = {name: value for name, value in os.environ.items() if name not in logins}
+    environment |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    words = json.dumps([*lines.values()])
+    done = ran(sys.executable, "-c", PROGRAM, words, cwd=folder, env=environment)
+    found, names = json.loads(done.stdout.splitlines()[-1])
+    assert names == []
+    return {line: tuple(answer) for line, answer in zip(lines, found, strict=True)}
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
 def test_a_wrong_setting_is_named(
-    words_of: Callable[[str], list[str]],
-    capsys: pytest.CaptureFixture[str],
-    line: str,
-    message: list[str],
+    answers: dict[str, tuple[int, str]], line: str, message: list[str]
 ) -> None:
-    code = main(["train", *words_of(line), "trainer.device=cpu"])
-    error = capsys.readouterr().err.splitlines()[-1]
+    code, error = answers[line]
     assert code == 2, error
     assert error.startswith("error: ")
     for words in message:
         assert words.replace("{configs}", str(config_folder())) in error
 
 
-def test_none_of_these_errors_takes_the_libraries_of_models(
-    words_of: Callable[[str], list[str]],
-) -> None:
-    """They cost seconds. One process answers all command lines, and then says what it imported."""
-    lines = [["train", *words_of(line), "trainer.device=cpu"] for line, _ in WRONG]
-    lines += [["eval", "nofolder"], ["export", "nofolder", "--out", "x"], ["report", "nofolder"]]
-    lines += [["compare", "a", "b"], ["train", "--cfg", "job"]]
-    code = (
-        "import json, sys\nfrom flowgrpo_rc.cli import main\n"
-        "codes = [main(words) for words in json.loads(sys.argv[1])]\n"
-        "names = [n for n in ('diffusers', 'transformers', 'peft') if n in sys.modules]\n"
-        "print(json.dumps([codes, names]))"
-    )
-    done = ran(sys.executable, "-c", code, json.dumps(lines), cwd=ROOT)
-    codes, names = json.loads(done.stdout.splitlines()[-1])
-    assert codes == [2] * (len(lines) - 1) + [0], done.stderr
-    assert names == []
+def test_commands_about_runs_name_what_is_no_run(answers: dict[str, tuple[int, str]]) -> None:
+    codes = [code for line, (code, _) in answers.items() if line not in dict(WRONG)]
+    assert codes == [2, 2, 2, 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from support.compositions import checked_config
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compose import Composition, compose_all, compose_config
+from flowgrpo_rc.config.compose import Composition, compose_all, compose_config, to_config
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
 SECTION = "algorithm:\n  rollout_correction:\n"
@@ -20,43 +21,42 @@ def composed(folder: Path, text: str, *overrides: str, name: str = "mine") -> Co
     return compose_all(overrides, config_name=name, config_dir=str(folder))
 
 
-@pytest.mark.parametrize(
-    ("block", "expected"),
-    [
-        (
-            "rollout_is: token, rollout_rs: null, bypass_old_logprob_for_rollout: false",
-            {"bypass_mode": False, "rollout_is": "token", "rollout_rs": None},
-        ),
-        (
-            "rollout_rs: token, rollout_rs_threshold: 2.0, rollout_token_veto_threshold: 1e-4",
-            {"bypass_mode": False, "rollout_rs": "token", "rollout_token_veto_threshold": 1e-4},
-        ),
-        (
-            "bypass_old_logprob_for_rollout: true, use_pure_rollout_correction: true",
-            {"bypass_mode": True, "loss_type": "reinforce"},
-        ),
-        # What a block leaves out is the documents' default, not the bundled job's.
-        (
-            "rollout_rs: geometric, rollout_rs_threshold: 1.001",
-            {"bypass_mode": False, "rollout_is": None, "rollout_rs": "geometric"},
-        ),
-        (
-            "rollout_token_veto_threshold: 1e-3",
-            {"bypass_mode": False, "rollout_rs": None, "rollout_token_veto_threshold": 1e-3},
-        ),
-        (
-            "rollout_is: token, bypass_mode: true",
-            {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": "token"},
-        ),
-    ],
+BLOCKS: list[tuple[str, dict[str, object]]] = [
+    (
+        "rollout_is: token, rollout_rs: null, bypass_old_logprob_for_rollout: false",
+        {"bypass_mode": False, "rollout_is": "token", "rollout_rs": None},
+    ),
+    (
+        "rollout_rs: token, rollout_rs_threshold: 2.0, rollout_token_veto_threshold: 1e-4",
+        {"bypass_mode": False, "rollout_rs": "token", "rollout_token_veto_threshold": 1e-4},
+    ),
+    (
+        "bypass_old_logprob_for_rollout: true, use_pure_rollout_correction: true",
+        {"bypass_mode": True, "loss_type": "reinforce"},
+    ),
+    # What a block leaves out is the documents' default, not the bundled job's.
+    (
+        "rollout_rs: geometric, rollout_rs_threshold: 1.001",
+        {"bypass_mode": False, "rollout_is": None, "rollout_rs": "geometric"},
+    ),
+    (
+        "rollout_token_veto_threshold: 1e-3",
+        {"bypass_mode": False, "rollout_rs": None, "rollout_token_veto_threshold": 1e-3},
+    ),
+    (
+        "rollout_is: token, bypass_mode: true",
+        {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_is": "token"},
+    ),
+]
+PLACES = (
+    f"algorithm: {{rollout_correction: {{BLOCK}}}}\n{REQUIRED}",
+    f"{REQUIRED}  actor: {{rollout_correction: {{BLOCK}}}}\n",
 )
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        f"algorithm: {{rollout_correction: {{BLOCK}}}}\n{REQUIRED}",
-        f"{REQUIRED}  actor: {{rollout_correction: {{BLOCK}}}}\n",
-    ],
-    ids=["algorithm", "actor"],
+    ("text", "block", "expected"),
+    [(text, *block) for text, block in zip(PLACES * len(BLOCKS), BLOCKS, strict=False)],
 )
 def test_a_block_alone_builds_on_the_bundled_job(
     tmp_path: Path, text: str, block: str, expected: dict
@@ -182,16 +182,18 @@ def test_a_file_in_own_words_is_left_alone(tmp_path: Path) -> None:
         ("algorithm: {rollout_correction: {rollout_iss: token}}", ["did you mean 'rollout_is'?"]),
     ],
 )
-@pytest.mark.parametrize("start", ["", "defaults: [tiny_ocr, _self_]\n"], ids=["block", "file"])
-def test_a_message_names_file_and_key(
-    tmp_path: Path, text: str, words: list[str], start: str, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "mine.yaml").write_text(f"{start}{text}\n")
+def test_a_message_names_file_and_key(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        to_config(composed(tmp_path, text).config)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_command_names_them_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny_ocr, _self_]\nrollout: {nn: 3}\n")
     command = ["train", "--dry-run", "--config-dir", str(tmp_path), "--config-name", "mine"]
     assert main(command) == 2
-    error = capsys.readouterr().err
-    for word in words:
-        assert word in error
+    assert re.search(r"error: \S+mine.yaml: .*did you mean rollout.n\?", capsys.readouterr().err)
 
 
 def test_a_folder_a_name_and_a_content_that_are_none(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from flowgrpo_rc.config.compose import (
     Composition,
     compose_all,
     compose_config,
-    config_folder,
     to_config,
 )
 from flowgrpo_rc.config.rows import check, resolved
@@ -486,22 +485,3 @@ def test_the_last_of_several_settings_of_a_key_counts() -> None:
         ("given again", "rollout.n=8", "replaced by rollout.n=12"),
     ]
     assert [given for _, given, _ in found[2:]] == ["data.shuffle=True", "data.seed=5"]
-
-
-def test_the_defaults_file_holds_only_defaults_of_verl_omni() -> None:
-    """Each setting of configs/verl_omni.yaml translates one default of verl-omni."""
-    there = OmegaConf.load(config_folder() / "verl_omni.yaml")
-    defaults = {
-        "model.gradient_checkpointing": True,
-        "data.train_batch_size": 1024,
-        "rollout.pipeline.num_inference_steps": 10,
-        "rollout.pipeline.max_sequence_length": 512,
-        "rollout.algo.noise_level": 1.0,
-        "actor.ppo_mini_batch_size": 256,
-        "actor.kl_loss_coef": 0.001,
-        "actor.diffusion_loss.clip_ratio": 1e-4,
-        "actor.optim.lr": 1e-6,
-        "actor.optim.weight_decay": 0.01,
-        "actor.ema.enable": False,
-    }
-    assert {key: OmegaConf.select(there, key) for key in defaults} == defaults

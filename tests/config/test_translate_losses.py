@@ -80,21 +80,17 @@ def test_verl_omnis_defaults_hold_with_diffusion_nft() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "further", "loss"),
     [
-        ("flow_grpo", [], "flow_grpo"),
-        ("grpo_guard", [], "grpo_guard"),
         ("flow_dppo", [], "flow_dppo"),
+        ("flow_dppo", QWEN_IMAGE, "flow_dppo"),
         ("flow_dppo", [f"{OTHER}actor.diffusion_loss.loss_mode=grpo_guard"], "grpo_guard"),
         ("grpo_guard", ["actor.diffusion_loss.loss_mode=flow_grpo"], "flow_grpo"),
         ("mix_grpo", [f"{OTHER}actor.diffusion_loss.loss_mode=flow_grpo"], "flow_grpo"),
         ("flow_grpo", [f"{OTHER}actor.policy_loss.loss_mode=grpo_guard"], "grpo_guard"),
     ],
 )
-@pytest.mark.parametrize("whole", [False, True], ids=["single", "whole"])
 def test_the_algorithm_is_the_loss_if_that_is_not_given(
-    algorithm: str, further: list[str], loss: str, whole: bool
+    algorithm: str, further: list[str], loss: str
 ) -> None:
-    config = compose_config(
-        [*(QWEN_IMAGE if whole else []), f"{OTHER}model.algorithm={algorithm}", *further]
-    )
+    config = compose_config([*further, f"{OTHER}model.algorithm={algorithm}"])
     assert config.actor.diffusion_loss.loss_mode == loss
     checked_config(config)

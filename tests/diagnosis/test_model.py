@@ -12,8 +12,8 @@ from support.compositions import checked_config, resolved
 from support.dumps import Made, make_tensors
 from support.marks import slow_but
 
+from flowgrpo_rc.assembly.source import engine_alone
 from flowgrpo_rc.batch import Prompt, PromptBatch
-from flowgrpo_rc.build import engine_alone
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.rollout.concat import concat

@@ -15,7 +15,9 @@ from support.runs import read_rows
 from support.torchao import needs_torchao
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.build import make_engine, make_processes, make_task
+from flowgrpo_rc.assembly.processes import make_processes
+from flowgrpo_rc.assembly.source import make_engine
+from flowgrpo_rc.assembly.task import make_task
 from flowgrpo_rc.calibration.faults import Lora
 from flowgrpo_rc.calibration.measure import (
     MOVEMENT,

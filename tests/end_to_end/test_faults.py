@@ -20,8 +20,11 @@ from support.kernels import needs_int8_kernels
 from support.torchao import needs_torchao
 from torch import Tensor
 
+from flowgrpo_rc.assembly.algorithm import make_monitor
+from flowgrpo_rc.assembly.run import make_health
+from flowgrpo_rc.assembly.source import make_source
+from flowgrpo_rc.assembly.task import make_task
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.build import make_health, make_monitor, make_source, make_task
 from flowgrpo_rc.config.compose import compose_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag

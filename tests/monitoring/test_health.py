@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.compositions import resolved
 
-from flowgrpo_rc.build import make_health
+from flowgrpo_rc.assembly.run import make_health
 from flowgrpo_rc.config.tree import Config, DataConfig
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.models.base import ModelConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.compositions import config_of, resolved, spec_of
+from support.compositions import job, job_spec, resolved
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.config.tree import Config, stored_config
@@ -51,7 +51,7 @@ def own(tmp_path: Path) -> list[str]:
 
 
 def test_the_folder_names_bundled_files_and_no_path_of_this_installation(own: list[str]) -> None:
-    config = config_of(*own)
+    config = job(*own)
     folder = made(config)
     stored = yaml.safe_load(folder.config.read_text())
     assert stored["model"]["path"] == "${asset:tiny_glyph_sd3}"
@@ -63,7 +63,7 @@ def test_the_folder_names_bundled_files_and_no_path_of_this_installation(own: li
 
 
 def test_a_key_of_another_version_is_named(own: list[str]) -> None:
-    config = config_of(*own)
+    config = job(*own)
     folder = made(config)
     tree = dataclasses.asdict(config)
     tree["rollout"]["reuse"] = 0
@@ -73,7 +73,7 @@ def test_a_key_of_another_version_is_named(own: list[str]) -> None:
 
 
 def test_a_file_that_was_cut_at_the_end_of_a_line_is_damaged(own: list[str]) -> None:
-    config = config_of(*own)
+    config = job(*own)
     folder = made(config)
     lines = folder.config.read_text().splitlines(keepends=True)
     for count in (1, len(lines) // 3, len(lines) // 2, len(lines) - 2, len(lines) - 1):
@@ -86,14 +86,14 @@ def test_a_file_that_was_cut_at_the_end_of_a_line_is_damaged(own: list[str]) -> 
 
 
 def test_an_asset_that_this_version_lacks_is_named(own: list[str]) -> None:
-    folder = made(config_of(*own))
+    folder = made(job(*own))
     folder.config.write_text(folder.config.read_text().replace("tiny_glyph_sd3", "tiny_old"))
     with pytest.raises(ValueError, match="no bundled asset 'tiny_old'"):
         stored_config(folder.config)
 
 
 def test_a_file_whose_content_changed_is_named(own: list[str], tmp_path: Path) -> None:
-    config = config_of(*own)
+    config = job(*own)
     made(config)
     words_file = tmp_path / "words.txt"
     words_file.write_text(words_file.read_text().replace("B", "X"))
@@ -105,18 +105,18 @@ def test_a_file_whose_content_changed_is_named(own: list[str], tmp_path: Path) -
 def test_another_path_to_the_same_content_is_no_other_setting(
     own: list[str], checkpoint: Path, tmp_path: Path
 ) -> None:
-    folder = made(config_of(*own, f"model.path={checkpoint}"))
+    folder = made(job(*own, f"model.path={checkpoint}"))
     moved = tmp_path / "moved"
     shutil.copytree(checkpoint, moved / "model")
     shutil.copy(tmp_path / "words.txt", moved)
     there = [f"data.train_files=[{moved / 'words.txt'}]", own[1], f"model.path={moved / 'model'}"]
-    assert goes_on(config_of(*there))
+    assert goes_on(job(*there))
     (moved / "model" / "vae" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"model\.path: .* there, .* now; model\.path/vae/config"):
-        goes_on(config_of(*there))
+        goes_on(job(*there))
     folder.inputs.unlink()
     with pytest.raises(ValueError, match=r"data\.train_files: .* there, .* now"):
-        goes_on(config_of(*there))
+        goes_on(job(*there))
 
 
 def test_weights_of_a_model_and_of_a_reward_are_compared(
@@ -125,10 +125,10 @@ def test_weights_of_a_model_and_of_a_reward_are_compared(
     scorer = tmp_path / "scorer"
     scorer.mkdir()
     (scorer / "config.json").write_text("{}")
-    config = config_of(*own, f"model.path={checkpoint}")
+    config = job(*own, f"model.path={checkpoint}")
     config.reward.terms = {"ocr": {"weight": 1.0}, "gone": None}
     config.reward.terms["x"] = {"_target_": "clip", "path": str(scorer)}
-    names = set(inputs_of(resolved(config), prompts_of(spec_of(*own))))
+    names = set(inputs_of(resolved(config), prompts_of(job_spec(*own))))
     assert "model.path/transformer/diffusion_pytorch_model.safetensors" in names
     assert "reward.terms.x.path/config.json" in names
 
@@ -143,7 +143,7 @@ def test_the_source_of_a_reward_of_the_user_is_compared(
     top = "from flowgrpo_rc.rewards.base import Reward\n"
     file.write_text(top + source)
     terms = "{f: {_target_: function, path: 'scores_of_mine:score'}"
-    config = config_of(*own, f"reward.terms={terms}, c: {{_target_: scores_of_mine.Mine}}}}")
+    config = job(*own, f"reward.terms={terms}, c: {{_target_: scores_of_mine.Mine}}}}")
     made(config)
     assert goes_on(config)
 
@@ -162,33 +162,35 @@ def test_the_source_of_a_reward_of_the_user_is_compared(
 
 
 def test_a_run_with_a_constant_learning_rate_may_become_longer(own: list[str]) -> None:
-    made(config_of(*own, CONSTANT, "trainer.total_training_steps=2"))
-    assert goes_on(config_of(*own, CONSTANT, "trainer.total_training_steps=5"))
+    made(job(*own, CONSTANT, "trainer.total_training_steps=2"))
+    assert goes_on(job(*own, CONSTANT, "trainer.total_training_steps=5"))
 
 
-@pytest.mark.parametrize(
-    ("program", "typed"),
-    [
-        ("/bin/flowgrpo-rc train", "flowgrpo-rc train"),
-        ("/x/flowgrpo_rc/train.py", "flowgrpo-rc train"),
-        ("/x/flowgrpo_rc/__main__.py train", "flowgrpo-rc train"),
-        ("/mine/train.py", "train.py"),
-    ],
-)
+PROGRAMS = {
+    "/bin/flowgrpo-rc train": "flowgrpo-rc train",
+    "/x/flowgrpo_rc/train.py": "flowgrpo-rc train",
+    "/x/flowgrpo_rc/__main__.py train": "flowgrpo-rc train",
+    "/mine/train.py": "train.py",
+}
+
+
 def test_another_length_of_a_schedule_is_refused_with_the_command_that_goes_on(
-    own: list[str], monkeypatch: pytest.MonkeyPatch, program: str, typed: str
+    own: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longer = [*own, "trainer.total_training_steps=5"]
-    monkeypatch.setattr(sys, "argv", [*program.split(), *longer])
-    folder = made(config_of(*own, "trainer.total_training_steps=2"))
-    environment = json.loads((folder.root / "environment.json").read_text())
-    assert environment["command"] == f"{typed} {' '.join(longer)}"
+    shorter = job(*own, "trainer.total_training_steps=2")
+    folder = made(shorter)
+    for program, typed in PROGRAMS.items():
+        monkeypatch.setattr(sys, "argv", [*program.split(), *longer])
+        folder.create(dataclasses.asdict(shorter), torch.device("cpu"), 1, read_by(shorter))
+        environment = json.loads((folder.root / "environment.json").read_text())
+        assert environment["command"] == f"{typed} {' '.join(longer)}"
     words = r"total_training_steps=5: the run in .* has 2, .*lr_scheduler=linear.*; give 2, "
     words += r"or another trainer\.output_dir for a fresh run$"
     with pytest.raises(ValueError, match=words):
-        goes_on(config_of(*longer))
+        goes_on(job(*longer))
     folder.lora.mkdir()
     changes = f"model.lora_path={folder.lora} trainer.output_dir={folder.root}_2"
     words = f"to train on from its LoRA, add trainer.total_training_steps=3 {changes}"
     with pytest.raises(ValueError, match=f"{words}$"):
-        goes_on(config_of(*longer))
+        goes_on(job(*longer))

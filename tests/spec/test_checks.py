@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.compositions import spec_of
+from support.compositions import job_spec
 
 from flowgrpo_rc.spec.check_inputs import check_inputs
 
@@ -36,7 +36,7 @@ def test_a_prompt_that_a_reward_cannot_score_is_named_with_its_line(
     with pytest.raises(
         ValueError, match=rf"{key}: .*jsonl, line 2: reward\.terms\.{words}"
     ) as error:
-        check_inputs(spec_of(*settings))
+        check_inputs(job_spec(*settings))
     assert str(error.value).endswith("; 8 more of 10 prompts: line 3, line 4, ...")
     (tmp_path / f"{key}.jsonl").write_text(json.dumps({"prompt": key} | good))
-    check_inputs(spec_of(*settings))
+    check_inputs(job_spec(*settings))

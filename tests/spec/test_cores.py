@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.compositions import spec_of
+from support.compositions import job_spec
 
 from flowgrpo_rc.spec import cores
 from flowgrpo_rc.spec.cores import stay_on_own_core
@@ -25,7 +25,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 
 def bind(*settings: str, device: str = "cpu") -> None:
-    stay_on_own_core(spec_of("trainer.num_processes=2", *settings, device=device))
+    stay_on_own_core(job_spec("trainer.num_processes=2", *settings, device=device))
 
 
 def test_a_process_stays_on_the_core_of_its_rank(bound: list[set[int]]) -> None:
@@ -39,7 +39,7 @@ def test_a_process_stays_on_the_core_of_its_rank(bound: list[set[int]]) -> None:
 def test_other_numbers_of_processes_or_threads_are_left_to_the_system(
     bound: list[set[int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    spec = spec_of()
+    spec = job_spec()
     monkeypatch.setenv(name, value)
     stay_on_own_core(spec)
     assert bound == []

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.compositions import checked_config, config_of, resolved, spec_of
+from support.compositions import checked_config, job, job_spec, resolved, spec_of
 
 from flowgrpo_rc.commands.opening import check_same_rewards
 from flowgrpo_rc.config.compose import compose_config
@@ -40,15 +40,15 @@ def test_a_cpu_samples_in_bf16_if_it_has_units_for_it(monkeypatch, tmp_path: Pat
     if flags is not None:
         listing.write_text(f"model name : some CPU\n{flags}\n")
     monkeypatch.setattr(devices, "CPU_LISTING", listing)
-    assert spec_of("rollout.dtype=auto").config.rollout.dtype == dtype
-    assert spec_of("rollout.dtype=auto", device="cuda").config.rollout.dtype == "bf16"
+    assert job_spec("rollout.dtype=auto").config.rollout.dtype == dtype
+    assert job_spec("rollout.dtype=auto", device="cuda").config.rollout.dtype == "bf16"
 
 
 def begun(folder: Path, override: str) -> str:
     """Makes the folder of a run with one checkpoint, and returns the override that names it."""
     output = f"trainer.output_dir={folder}"
     run = RunFolder(folder)
-    run.create(asdict(config_of(output, override)), torch.device("cpu"), 1, {})
+    run.create(asdict(job(output, override)), torch.device("cpu"), 1, {})
     state = {"update": {}, "health": {}}
     save_checkpoint(run.checkpoints, Checkpoint(step=1, tensors={}, state=state), keep=1)
     return output
@@ -56,9 +56,9 @@ def begun(folder: Path, override: str) -> str:
 
 def test_a_run_keeps_the_precision_that_it_began_with(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(resolve, "sampling_dtype", lambda device: pytest.fail("decided again"))
-    assert spec_of("rollout.dtype=fp16").config.rollout.dtype == "fp16"
+    assert job_spec("rollout.dtype=fp16").config.rollout.dtype == "fp16"
     output = begun(tmp_path, "rollout.dtype=bf16")
-    assert spec_of(output, "rollout.dtype=auto").config.rollout.dtype == "bf16"
+    assert job_spec(output, "rollout.dtype=auto").config.rollout.dtype == "bf16"
 
 
 @pytest.mark.parametrize("found", ["onnxruntime", "openvino"])
@@ -71,7 +71,7 @@ def test_the_engine_of_ocr_is_settled_and_a_run_that_goes_on_keeps_it(
 
     def engine(*overrides: str) -> str | None:
         others = () if term == "ocr" else ("reward.terms.ocr=null",)
-        spec = spec_of(*others, f"reward.terms.{term}.weight=2", *overrides)
+        spec = job_spec(*others, f"reward.terms.{term}.weight=2", *overrides)
         kept = spec.config.reward.terms[term]
         assert kept["weight"] == 2
         return kept.get("engine")
@@ -89,8 +89,8 @@ def test_machines_that_settle_different_engines_are_told():
     def check(*engines: str) -> None:
         told = [f"reward.terms.ocr.engine={engine}" for engine in engines]
         processes = cast(Processes, SimpleNamespace(gather_objects=lambda mine: mine + told[1:]))
-        given = config_of()
-        check_same_rewards(replace(spec_of(told[0]), given=given), processes)
+        given = job()
+        check_same_rewards(replace(job_spec(told[0]), given=given), processes)
 
     check("openvino", "openvino")
     with pytest.raises(ValueError, match=r"engine=onnxruntime or reward\.\S+engine=openvino: give"):
@@ -98,11 +98,11 @@ def test_machines_that_settle_different_engines_are_told():
 
 
 def centered(*overrides: str) -> bool | None:
-    return spec_of(*overrides).config.algorithm.rollout_correction.centered
+    return job_spec(*overrides).config.algorithm.rollout_correction.centered
 
 
 def test_images_are_centered_unless_their_rollout_has_no_means():
-    assert config_of().algorithm.rollout_correction.centered is None
+    assert job().algorithm.rollout_correction.centered is None
     assert centered() is True
     assert centered(f"{RC}.bypass_mode=false") is True
     assert centered(f"{RC}.centered=false") is False
@@ -129,7 +129,7 @@ def test_text_is_not_centered():
 
 
 def merges(*overrides: str) -> bool | None:
-    return spec_of("rollout.merge_lora=null", *overrides).config.rollout.merge_lora
+    return job_spec("rollout.merge_lora=null", *overrides).config.rollout.merge_lora
 
 
 def test_a_lora_is_merged_where_that_loses_nothing():
@@ -144,7 +144,7 @@ def test_a_lora_is_merged_where_that_loses_nothing():
 
 @pytest.mark.parametrize("given", [True, False, "rounded"])
 def test_a_given_choice_to_merge_stands(given: bool | str):
-    config = spec_of(f"rollout.merge_lora={given}", "rollout.quantization=int8").config
+    config = job_spec(f"rollout.merge_lora={given}", "rollout.quantization=int8").config
     assert config.rollout.merge_lora == given
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from support.documented import ROOT
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["flowgrpo_rc.build", "flowgrpo_rc.commands.train"])
+_FORKS.set_forkserver_preload(["flowgrpo_rc.assembly.run", "flowgrpo_rc.commands.train"])
 # A stand-in of Slurm's command for a job on two nodes, both on this machine.
 SCONTROL = """#!/bin/sh
 case "$1" in
