@@ -200,7 +200,7 @@ def trained_by_two(workplace: Path, strategy: str, mode: str) -> Path:
     ("strategy", "mode"),
     [
         ("ddp", "decoupled"),
-        ("fsdp2", "bypass"),
+        slow("fsdp2", "bypass"),
         slow("ddp", "window"),
         slow("ddp", "fast"),
         slow("ddp", "filtered"),

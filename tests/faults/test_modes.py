@@ -102,7 +102,7 @@ def test_two_runs_in_one_folder(small: list[str], tmp_path: Path, whole: Trained
 
 # --- Many steps
 
-STEPS = 200 if EVERY == 1 else 40
+STEPS = 200 if EVERY == 1 else 24
 SOAK = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=5",

@@ -47,18 +47,10 @@ class LateLogProbs(Recorded):
 
 
 class NanLogProbs(Recorded):
-    step = 1
-    value = float("nan")
-
     def record(self, batch: Any) -> Any:
         log_probs = batch.rollout_log_probs.clone()
-        log_probs[:, self.step] = self.value
+        log_probs[:, 1] = float("nan")
         return batch.replace(rollout_log_probs=log_probs)
-
-
-class InfLogProbs(NanLogProbs):
-    step = 2
-    value = float("-inf")
 
 
 class NoMeans(DiffusersEngine):
@@ -426,17 +418,6 @@ class HiddenPlainWeights(PlainWeights):
 
     def plain_layers(self) -> None:  # type: ignore[override]
         return None
-
-
-class PlainWeightsOfOtherKernels(HiddenPlainWeights):
-    """One sample at a time, with torch's own attention."""
-
-    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
-        super().__init__(model, network, **options | {"chunk_size": 1})
-        for module in self.transformer.modules():
-            if hasattr(module, "processor"):
-                kind = type(module.processor)
-                module.processor.__class__ = kind.__base__
 
 
 class CoarseTextWeights(TransformersEngine):
