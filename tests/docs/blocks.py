@@ -24,7 +24,7 @@ from flowgrpo_rc.cli import main
 
 CAP = {
     "train": """trainer.total_training_steps=2 trainer.test_freq=0 trainer.save_freq=0
-        data.train_batch_size=2 rollout.n=4 rollout.val_kwargs.n=8 actor.ppo_mini_batch_size=2
+        data.train_batch_size=2 rollout.n=4 rollout.val_kwargs.n=4 actor.ppo_mini_batch_size=2
         actor.ppo_micro_batch_size_per_gpu=4""",
     "calibrate": "--prompts=1",
     "evaluate": "rollout.val_kwargs.num_inference_steps=2",

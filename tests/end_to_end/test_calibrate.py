@@ -174,7 +174,6 @@ def test_what_is_no_known_fault(bench: Bench, engine: str) -> None:
     assert (found.as_recorded > 0) == (engine != "OwnNoise")
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["fp32", slow("bf16")])
 def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) -> None:
     found = bench.diagnose("diffusers", dtype)
