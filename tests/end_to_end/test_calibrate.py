@@ -82,8 +82,6 @@ OF_QWEN = {
         "prompt",
         "prompts whitespace collapsed, which shows in a prompt with planted",
     ),
-    "Stripped": ("prompt", "prompts stripped, which shows"),
-    "OneLine": ("prompt", "prompts newlines turned to spaces, which shows"),
     "TellsCollapsed": ("prompt", "the engine recorded prompts whitespace collapsed"),
     "NoShift": ("schedule", "shift dropped: the schedule is that of shift 1"),
 }
@@ -145,7 +143,7 @@ def small_bench(model_path: Path, prompt_file: Path, *further: str) -> Bench:
     )
 
 
-@pytest.mark.parametrize("engine", slow_but(["Bf16Latents", "SharedNoise"], NAMED))
+@pytest.mark.parametrize("engine", slow_but(["Bf16Latents"], NAMED))
 def test_a_fault_is_named(bench: Bench, engine: str) -> None:
     dtype, cause, words = NAMED[engine]
     found = bench.diagnose(engine, dtype)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from metric_names import find
-from support.marks import slow
 from support.runs import Train, Trained, read_rows
 
 from flowgrpo_rc.config.tree import stored_config
@@ -35,9 +34,10 @@ STEP_KL_RULES = [f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=1e-9"]
 BF16 = ["model.dtype=bf16", "rollout.dtype=bf16", f"{RC}=decoupled_token_is", "actor.optim.lr=1e-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "bypass"),
-    [("grpo_guard", True), slow("flow_dppo", False)],
+    [("grpo_guard", True), ("flow_dppo", False)],
 )
 def test_a_run_with_a_loss_that_needs_means(trained: Trained, mode: str, bypass: bool) -> None:
     """In decoupled mode the anchor is recomputed, and the first update has not moved from it.
@@ -55,6 +55,7 @@ def test_a_run_with_a_loss_that_needs_means(trained: Trained, mode: str, bypass:
         assert row["actor/ratio_mean"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_records_means_and_a_replay_is_centered_by_them(
     train: Train, trained: Trained, tmp_path: Path
 ) -> None:

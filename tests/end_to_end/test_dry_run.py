@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from support.compositions import checked_config
+from support.marks import slow
 from support.runs import NAMES
 from transformers import AutoModelForCausalLM
 
@@ -43,19 +44,7 @@ GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
 TEXT = ("--config-name=token_grpo", "trainer.device=cpu", "trainer.output_dir=run")
 
 # Overrides of the small run, and words of the message.
-IMAGES = [
-    # Not a setting, or not a value of it.
-    ("actor.optim.learning_rate=1", "actor.optim.learning_rate"),
-    ("+new.key=1", "unknown key new.key"),
-    ("actor.optim.lr=fast", "fast"),
-    ("data.shuffle=False", "compat.ignore=[data.shuffle]"),
-    # A section, or a list, is something else.
-    ("actor=2", "actor=2: a section of keys, such as actor.diffusion_loss"),
-    ("actor_rollout_ref.actor=2", "actor=2: a section of keys"),
-    ("rollout.algo=sde", "rollout.algo='sde': a section of keys"),
-    ("reward.terms=3", "reward.terms=3: a section of keys"),
-    (f"{RC}.rollout_rs=seq_mean_k1,token_k1", "must be a list"),
-    # Out of range.
+OUT_OF_RANGE = [
     ("rollout.n=1", "rollout.n=1"),
     ("actor.optim.lr=inf", "actor.optim.lr=inf"),
     ("actor.train_n=0", "actor.train_n=0: give at least 1"),
@@ -94,6 +83,19 @@ IMAGES = [
     ("trainer.device=gpu", "trainer.device='gpu': allowed are auto, cuda, cpu"),
     ("trainer.test_freq=-2", "trainer.test_freq=-2: give at least -1"),
     ("trainer.logger=[console,paper]", "paper"),
+]
+IMAGES = [
+    # Not a setting, or not a value of it.
+    ("actor.optim.learning_rate=1", "actor.optim.learning_rate"),
+    ("+new.key=1", "unknown key new.key"),
+    ("actor.optim.lr=fast", "fast"),
+    ("data.shuffle=False", "compat.ignore=[data.shuffle]"),
+    # A section, or a list, is something else.
+    ("actor=2", "actor=2: a section of keys, such as actor.diffusion_loss"),
+    ("actor_rollout_ref.actor=2", "actor=2: a section of keys"),
+    ("rollout.algo=sde", "rollout.algo='sde': a section of keys"),
+    ("reward.terms=3", "reward.terms=3: a section of keys"),
+    (f"{RC}.rollout_rs=seq_mean_k1,token_k1", "must be a list"),
     # Sizes that do not go together.
     ("actor.ppo_mini_batch_size=3", "data.train_batch_size=4"),
     ("actor.ppo_micro_batch_size_per_gpu=3", "4 samples"),
@@ -269,7 +271,9 @@ def test_a_run_asks_the_check_of_a_dry_run(
     refused(ask, overrides, "not this one")
 
 
-@pytest.mark.parametrize(("further", "words"), IMAGES, ids=[further for further, _ in IMAGES])
+@pytest.mark.parametrize(
+    ("further", "words"), [*IMAGES, *(slow(*case) for case in OUT_OF_RANGE)], ids=str
+)
 def test_images(
     ask: Ask,
     overrides: list[str],
@@ -287,7 +291,7 @@ def test_images(
     dry_run_refuses(ask, [*overrides, *further.split(" ")], words)
 
 
-@pytest.mark.parametrize(("further", "words"), TEXTS, ids=[further for further, _ in TEXTS])
+@pytest.mark.parametrize(("further", "words"), TEXTS, ids=str)
 def test_texts(ask: Ask, further: str, words: str) -> None:
     dry_run_refuses(ask, [*TEXT, *further.split(" ")], words)
 
@@ -469,6 +473,7 @@ def test_a_plan_and_a_calibration_refuse_it_too(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_calibration_needs_a_machine_and_a_plan_does_not(
     ask: Ask, overrides: list[str], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from flowgrpo_rc.cli import main
 RC = "algorithm.rollout_correction"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_rejected_samples_and_a_card_that_works(
     train: Train, tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Collected]:
     return found
 
 
+@pytest.mark.slow
 def test_the_prompts_that_come_next_take_the_places(
     train: Train, tmp_path: Path, prompt_file: Path, given: list[Collected]
 ) -> None:

@@ -123,11 +123,10 @@ def test_the_other_commands_print_nothing(
 
 @pytest.mark.slow
 def test_a_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    proposal = flowgrpo_rc.plan({"data.train_batch_size": 8}, fit="24 GiB")
+    plan = flowgrpo_rc.plan({"data.train_batch_size": 8})
     assert capsys.readouterr().out == ""
-    assert main(["plan", "data.train_batch_size=8", "--fit", "24"]) == 0
-    assert " ".join(proposal.overrides) in repr(proposal)
-    assert capsys.readouterr().out == f"{proposal!r}\n"
+    assert main(["plan", "data.train_batch_size=8"]) == 0
+    assert capsys.readouterr().out.startswith(f"{plan!r}\n")
 
 
 class Dataset:

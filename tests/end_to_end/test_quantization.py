@@ -20,6 +20,7 @@ def test_two_steps_with_an_int8_rollout_and_an_8_bit_optimizer(
     assert 0 < row["rollout_corr/logprob_abs_diff_mean"] < 0.01
 
 
+@pytest.mark.slow
 @needs_torchao
 def test_text_with_an_int8_rollout(train_text: Train, tmp_path: Path) -> None:
     mode = "algorithm.rollout_correction.bypass_mode=false"

@@ -77,6 +77,7 @@ def test_two_rewards_of_any_scale_train_and_saved_ones_must_be_there(train, tmp_
     assert "has no reward 'mean', and algorithm.adv_est" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_latents_are_decoded_only_to_be_looked_at(train, tmp_path, monkeypatch):
     """Two evaluations show one batch each."""
     calls = []

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.marks import slow_but
 from support.prompts import brightness
 from support.runs import NFT, Train, final_state
 
@@ -57,7 +56,8 @@ def test_the_first_update_does_not_wait_for_the_rewards_of_the_second(
     assert all(_in_time)
 
 
-@pytest.mark.parametrize("mode", slow_but(["bypass"], MODES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_each_mini_batch_waits_for_its_own_groups_and_the_bits_are_the_same(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

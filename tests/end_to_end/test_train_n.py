@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.compositions import checked_config
-from support.marks import slow_but
 from support.runs import NFT, Train, final_state, read_rows
 from torch import Tensor
 
@@ -48,7 +47,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], list[tuple[Any, 
     return given, whole
 
 
-@pytest.mark.parametrize("name", slow_but(["decoupled"], MODES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODES)
 def test_those_with_the_largest_advantages_are_trained_on(
     train: Train, tmp_path: Path, overrides: list[str], seen: Any, name: str
 ) -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from support.compositions import checked_config, resolved
 from support.documented import ROOT
 from support.launching import launch
-from support.marks import slow
 from support.runs import NFT, VIDEO, Train, read_rows
 
 from flowgrpo_rc.cli import main
@@ -53,9 +52,10 @@ def effect(run: Path) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bounds", "untrained"),
-    [("[0,2]", "transformer_2"), slow("[1,3]", None)],
+    [("[0,2]", "transformer_2"), ("[1,3]", None)],
 )
 def test_a_lora_whose_steps_are_never_trained_stays_without_effect_and_is_named(
     saved: Callable[[str], Path],

@@ -80,6 +80,7 @@ def test_an_engine_with_other_weights_is_caught(fake_engine, state):
         fake_engine(STALE).sync_weights(state, 1)
 
 
+@pytest.mark.slow
 def test_an_engine_that_ignores_its_quantization_is_caught(fake_engine):
     message = r"ignored rollout\.engine_kwargs\.quantization=fp8: none of the 15 layers"
     with pytest.raises(EngineError, match=message):

@@ -63,6 +63,7 @@ def evaluations(run: Path) -> list[float]:
     return [row["val/reward"] for row in read_rows(run)]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_and_loras_are_exported_and_pushed(
     train: Train,
     tmp_path: Path,

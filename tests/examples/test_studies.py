@@ -75,6 +75,7 @@ def each_once(cells: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted({*of_rollouts.values(), *of_arms.values()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [pytest.param(w, id=name) for name, w in arms().items()])
 def test_every_arm_is_a_valid_run(words: list[str]) -> None:
     name = "tiny_ocr"

@@ -51,10 +51,6 @@ def row(**values: object) -> Change:
     return change
 
 
-def first_line(line: str) -> Change:
-    return lambda path: path.write_text(f"{line}\n{path.read_text()}")
-
-
 def setting(section: str, name: str, value: object) -> Change:
     """Returns a change of config.yaml."""
 

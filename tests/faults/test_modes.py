@@ -61,7 +61,7 @@ def dies_in(phase: str, number: int) -> Harm:
 
 
 @fault("the process is killed as a phase of a step begins", "the same command gives equal results")
-@pytest.mark.parametrize(("mode", "phase"), mixed(MODES, PHASES))
+@pytest.mark.parametrize(("mode", "phase"), some(mixed(MODES, PHASES), 4))
 def test_phases(
     small: list[str],
     tmp_path: Path,

@@ -309,13 +309,6 @@ class SharedNoise(OtherNoise):
         return normal(shape, first, "step", step)
 
 
-class NoiseOfChunks(OtherNoise):
-    """Starts its generator anew for every chunk."""
-
-    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
-        return normal(shape, range(len(seeds)), "chunk", step)
-
-
 class SameNoise(OtherNoise):
     def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
         return normal(shape, seeds, "step", 0)
@@ -380,20 +373,7 @@ class Collapsed(DiffusersEngine):
     tells = False
 
     def reached(self, prompt: Prompt) -> Prompt:
-        return replace(prompt, text=self.changed(prompt.text))
-
-    def changed(self, text: str) -> str:
-        return " ".join(text.split())
-
-
-class Stripped(Collapsed):
-    def changed(self, text: str) -> str:
-        return text.strip()
-
-
-class OneLine(Collapsed):
-    def changed(self, text: str) -> str:
-        return text.replace("\n", " ")
+        return replace(prompt, text=" ".join(prompt.text.split()))
 
 
 class TellsCollapsed(Collapsed):
