@@ -182,7 +182,7 @@ def test_no_process_is_left(
     assert final_state(run) == whole.state
 
 
-KILLS = 20 if EVERY == 1 else 2  # one every ten steps
+KILLS = 20 if EVERY == 1 else 3  # one every ten steps
 SOAK = (
     f"trainer.total_training_steps={10 * KILLS}",
     "trainer.save_freq=10",
