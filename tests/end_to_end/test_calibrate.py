@@ -61,7 +61,6 @@ NAMED = REPLAYED | {
     "Bf16Weights": ("fp32", "precision", "computed in bf16"),
     "HalfLora": ("fp32", "lora", "tensors are bound nowhere"),
     "NoNegative": ("fp32", "guidance", "no negative prompt is recorded"),
-    "ShiftOfOtherKernels": ("bf16", "schedule", "Replayed so"),
     # These make no mismatch.
     "SharedNoise": ("fp32", "noise", "samples share the noise of a step"),
     "NeighboursNoise": ("fp32", "noise", "samples share noise at different steps"),
@@ -153,8 +152,6 @@ def test_a_fault_is_named(bench: Bench, engine: str) -> None:
     if engine in REPLAYED:  # whatever the record admits
         assert found.explanation is not None
         assert found.explanation.residual <= found.as_recorded / 10
-    if engine == "ShiftOfOtherKernels":
-        assert found.as_recorded > 3 * found.copy_mismatch
     if cause == "noise":
         assert (found.explanation, found.as_recorded) == (None, 0)
     # The engine shows half of a LoRA, and no replay does.
@@ -274,10 +271,6 @@ def test_a_quantization_that_is_not_applied_is_named(prompt_file: Path) -> None:
     wide = small_bench(assets.path("tiny_glyph_sd3"), prompt_file)
     clean = wide.diagnose("diffusers", "bf16", "int4")
     assert (clean.cause, clean.healthy) == (None, True)
-    read = wide.diagnose("PlainWeights", "bf16", "int4")
-    assert read.cause == "quantization"
-    assert "int4 is not applied: " in read.sentence()
-    assert "layers hold plain weights" in read.sentence()
     measured = wide.diagnose("HiddenPlainWeights", "fp32", "int4")
     assert measured.explanation is not None
     assert "quantization: int4 not applied: computed as the trainer does" in measured.sentence()
@@ -446,23 +439,27 @@ def test_what_has_nothing_to_calibrate_is_refused(
 # --- The bundled model, whose rollout is bf16
 
 QUICK = [
+    "data.train_batch_size=4",
     "rollout.algo.shared_prefix=false",
     "rollout.dtype=bf16",
+    "rollout.n=4",
+    "rollout.micro_batch_size_per_gpu=16",
     "actor.train_n=null",
+    "actor.ppo_micro_batch_size_per_gpu=4",
     "reward.terms.ocr=null",
     "reward.terms.jpeg.weight=1.0",
     "rollout.val_kwargs.n=8",
     "trainer.device=cpu",
 ]
 # One update of all samples, so that every ratio is that before any update.
-ONE_UPDATE = [*QUICK, "actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1"]
+ONE_UPDATE = [*QUICK, "actor.ppo_mini_batch_size=4", "trainer.total_training_steps=1"]
 
 
 @pytest.mark.slow
 @pytest.mark.kernels
 def test_noise_is_not_clipped_with_the_written_settings(tmp_path: Path) -> None:
     out = tmp_path / "calibrated"
-    assert main(["calibrate", *QUICK, "--out", str(out)]) == 0
+    assert main(["calibrate", "--prompts", "2", *QUICK, "--out", str(out)]) == 0
     measured = json.loads((out / "calibration.json").read_text())
     assert measured["diagnosis"]["cause"] is None
     assert measured["settings"][f"{KEY}.bypass_mode"] is True

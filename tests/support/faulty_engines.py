@@ -276,10 +276,6 @@ class OtherKernels(Autocast, OwnOptions):
     said = "bf16"
 
 
-class ShiftOfOtherKernels(OtherKernels, Shift):
-    """Has another schedule and other kernels."""
-
-
 # --- Noise
 
 
