@@ -22,11 +22,11 @@ from support.launching import ran
 
 from flowgrpo_rc.cli import main
 
+SMALL = """data.train_batch_size=2 rollout.n=4 rollout.val_kwargs.n=4 actor.ppo_mini_batch_size=2
+    actor.ppo_micro_batch_size_per_gpu=4"""
 CAP = {
-    "train": """trainer.total_training_steps=2 trainer.test_freq=0 trainer.save_freq=0
-        data.train_batch_size=2 rollout.n=4 rollout.val_kwargs.n=4 actor.ppo_mini_batch_size=2
-        actor.ppo_micro_batch_size_per_gpu=4""",
-    "calibrate": "--prompts=1",
+    "train": f"trainer.total_training_steps=2 trainer.test_freq=0 trainer.save_freq=0 {SMALL}",
+    "calibrate": f"--prompts=1 {SMALL}",
     "evaluate": "rollout.val_kwargs.num_inference_steps=2",
     "examples/clip_pull.py": " --iterations 2",
 }
