@@ -19,8 +19,10 @@ PARALLEL = -n $(WORKERS) --dist worksteal
 # Tests that need processes without trained threads, and those of test-docs.
 APART = faults scripts
 WHOLE_RUNS = $(APART) end_to_end tagged_device vllm_real vllm_omni_real
-# Further interpreters on which .ci/run runs the quick tests.
+# Further interpreters for test-versions.
 VERSIONS = 3.12 3.13
+# Files that hold tests with a mark: to collect all others takes longer than to run some of them.
+HOLDING = $(shell grep -rlE "$(1)" tests --include="test_*.py" $(APART:%=--exclude-dir=%))
 
 OMNI_VENV ?= .venv-vllm-omni
 $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omni_real/*.sh tests/vllm_omni_real/cpu_platform/*/*.py)
@@ -38,15 +40,15 @@ test: $(VENV)/.ready  ## run the tests but for those marked slow, or with PKG=co
 	$(PYTEST) $(if $(PKG),tests/$(PKG),$(PARALLEL) -m "not slow" $(APART:%=--ignore=tests/%)) $(ARGS)
 
 test-slow: $(VENV)/.ready  ## run the tests marked slow
-	$(PYTEST) -n 3 --dist worksteal -m slow $(APART:%=--ignore=tests/%) $(ARGS)
+	$(PYTEST) -n 3 --dist worksteal -m slow $(call HOLDING,mark.slow|support.marks) $(ARGS)
 
 test-all: test test-slow test-kernels test-faults test-docs  ## run all tests that need no environment of their own
 
 test-versions:  ## run the quick tests on each further interpreter that is here
 	@for version in $(VERSIONS); do \
 		python=; \
-		for found in python$$version $(HOME)/.pyenv/versions/$$version*/bin/python; do \
-			if $$found -c 'import ensurepip' 2> /dev/null; then python=$$found; break; fi; \
+		for candidate in python$$version $(HOME)/.pyenv/versions/$$version*/bin/python; do \
+			if $$candidate -c 'import ensurepip' 2> /dev/null; then python=$$candidate; break; fi; \
 		done; \
 		if [ -z "$$python" ]; then echo "Python $$version is not here: nothing was tested on it"; \
 		else $(MAKE) test-fast PYTHON=$$python || exit 1; fi; \
@@ -65,7 +67,8 @@ test-faults: $(VENV)/.ready  ## harm runs in every way that we know, and say whi
 	$(PYTEST) -n 3 --dist worksteal tests/faults $(ARGS)
 
 test-kernels: $(VENV)/.ready  ## run the tests that rest on a processor's kernels as one with AVX2 alone would
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(PARALLEL) -m "kernels and not slow" $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(PARALLEL) -m "kernels and not slow" \
+		$(call HOLDING,mark.kernels) $(ARGS)
 
 test-fast: $(VENV)/.ready  ## run the tests that start no whole run: under a minute on two cores
 	$(PYTEST) $(PARALLEL) -m "not slow" $(WHOLE_RUNS:%=--ignore=tests/%) $(ARGS)

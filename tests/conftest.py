@@ -31,9 +31,19 @@ os.environ["TQDM_DISABLE"] = "1"
 gc.set_threshold(20_000, 10, 20)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+COLLECTED = pytest.StashKey[frozenset[str]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts whole runs first: the last tests of several workers should be short ones."""
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     items.sort(key=lambda item: "end_to_end" not in item.path.parts)
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> frozenset[str]:
+    """The names of all tests of the session, those among them that a mark leaves out."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

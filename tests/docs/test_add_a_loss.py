@@ -60,6 +60,7 @@ def test_its_option_widens_the_upper_edge() -> None:
     assert wide["clip_fraction_lower"] == narrow["clip_fraction_lower"] > 0
 
 
+@pytest.mark.slow
 def test_a_calibration_sets_its_bound(overrides: list[str], tmp_path: Path) -> None:
     """On its own log-ratio and in bypass mode, as the class says."""
     out = tmp_path / "calibrated"

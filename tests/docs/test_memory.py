@@ -31,6 +31,7 @@ def test_the_table_of_cards_has_every_job() -> None:
     assert kept == {key: job.digest for key, job in jobs()}, RENEW
 
 
+@pytest.mark.slow
 def test_a_new_plan_agrees() -> None:
     """But for activations of update and evaluation, which take minutes to measure."""
     name = "sana_600m_ocr_1xh100"  # the smallest; the others are as old by their digests

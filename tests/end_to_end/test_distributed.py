@@ -1,12 +1,11 @@
 """One process or several, replicated or sharded: the same LoRA to 1e-10 in float64.
 
-A process that dies or hangs ends the run.
+A signal or a time limit stops a run that goes on later.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -200,7 +199,7 @@ def trained_by_two(workplace: Path, strategy: str, mode: str) -> Path:
     ("strategy", "mode"),
     [
         ("ddp", "decoupled"),
-        ("fsdp2", "bypass"),
+        slow("fsdp2", "bypass"),
         slow("ddp", "window"),
         slow("ddp", "fast"),
         slow("ddp", "filtered"),
@@ -427,22 +426,3 @@ def test_bad_input_is_said_once_before_anything_is_started(
     assert "nowhere" in second
     assert main([*command, "--dry-run"]) == 0
     assert main([*command, "--cfg", "job"]) == 0
-
-
-HANGS = """
-import os, time
-
-def correct(training, rollout, mask, config):
-    if os.environ["RANK"] == "1":
-        time.sleep(300)
-    return None, mask
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_hangs_is_noticed_in_time(overrides: list[str], tmp_path: Path) -> None:
-    (tmp_path / "hangs.py").write_text(HANGS)
-    words = [*overrides, f"{RC}.custom_correction=hangs:correct", "trainer.timeout_s=5"]
-    done = launch(2, *TRAIN, *words, python_path=tmp_path, code=1)
-    said = r"error: process 0 of 2 .*trainer\.timeout_s.*Timed out waiting 5000ms"
-    assert re.search(said, done.stderr)

@@ -21,9 +21,7 @@ PICKY = (
 )
 RC = "algorithm.rollout_correction"
 MODES = {
-    "bypass": (f"{RC}.bypass_mode=true", f"{RC}.rollout_rs=token_k1"),
-    "bands": (f"{RC}.bypass_mode=true", f"{RC}.rollout_rs_threshold=auto:4"),
-    "own_forwards": (f"{RC}.rollout_rs=null", f"{RC}.exclude_rejected=false"),
+    "bypass": (f"{RC}.bypass_mode=true", f"{RC}.rollout_rs_threshold=auto:4"),
     "recomputed": (f"{RC}.rollout_is=token", f"{RC}.rollout_is_batch_normalize=true"),
     "nft": NFT,
 }
@@ -44,6 +42,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Collected]:
     return found
 
 
+@pytest.mark.slow
 def test_the_prompts_that_come_next_take_the_places(
     train: Train, tmp_path: Path, prompt_file: Path, given: list[Collected]
 ) -> None:
@@ -77,6 +76,7 @@ def test_the_prompts_that_come_next_take_the_places(
     assert any(row["groups/refills"] for row in read_rows(tmp_path / "run")[1:])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_behind_the_prompts_that_were_drawn(train: Train, tmp_path: Path) -> None:
     run = stopped_and_whole(train, tmp_path, *PICKY, "trainer.total_training_steps=3")
     _, state, rows = final_state(run)
@@ -104,6 +104,7 @@ def test_steps_without_a_signal_take_no_update(train, tmp_path, given, caplog, m
     assert state["update"]["updates"] == 0  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_what_is_missing_in_the_end_stays_beside_what_teaches(train: Train, tmp_path: Path) -> None:
     """Two batches do not fill each step of these prompts; its other groups are trained on."""
     bound = f"{FILTER}.max_num_gen_batches=2"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from support.compositions import checked_config
-from support.runs import Train, final_state
+from support.runs import Trained, final_state
 
 import flowgrpo_rc
 from flowgrpo_rc import Prompt, Run
@@ -38,16 +37,15 @@ def brightness(image: np.ndarray, prompt: Prompt) -> float:
 
 
 def test_python_and_the_command_line_train_the_same(
-    overrides: list[str], train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    whole = trained()
+    capsys.readouterr()
     run = flowgrpo_rc.train(overrides)
-    told = capsys.readouterr().out
-    assert train(f"trainer.output_dir={tmp_path / 'other'}") == 0
     # Nobody sees a bar here, so Python prints what the command line does.
     lines = re.compile(r"^(?:log-ratio: .*|step \d/2  \w+ \S+|held-out.*|LoRA)", re.MULTILINE)
-    assert len(lines.findall(told)) == 6
-    assert lines.findall(told) == lines.findall(capsys.readouterr().out)
-    assert final_state(run.folder) == final_state(tmp_path / "other")
+    assert len(lines.findall(capsys.readouterr().out)) == 6
+    assert final_state(run.folder) == final_state(whole)
     assert run == Run(tmp_path / "run")
     assert run.stopped is None
     assert run.before["reward"] == run.metrics[0]["val/reward"]
@@ -59,6 +57,7 @@ def test_python_and_the_command_line_train_the_same(
         flowgrpo_rc.train(overrides)
 
 
+@pytest.mark.slow
 def test_a_bar_shows_a_run_that_somebody_watches(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,10 +66,10 @@ def test_a_bar_shows_a_run_that_somebody_watches(
     monkeypatch.setattr(progress, "tqdm", shown)
     flowgrpo_rc.train(overrides)
     bar = capsys.readouterr().out
-    assert bar.count("loading: ") == 1
+    before, _, training = bar.partition("training: ")
+    assert "loading: " in before
+    assert "loading: " not in training
     assert re.search(r"training: 100%.* 2/2 \[\d\d:\d\d<.* reward=\S+, loss=\S+\]", bar)
-    flowgrpo_rc.train([*overrides, "trainer.output_dir=silent"], verbose=False)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_run_shows_its_numbers_and_pictures(
@@ -78,7 +77,9 @@ def test_a_run_shows_its_numbers_and_pictures(
 ) -> None:
     given = {key: yaml.safe_load(value) for key, _, value in (o.partition("=") for o in overrides)}
     texts = ["<script>alert(1)", "a cat & co", "a dog", "a car", "a sea"]
-    run = flowgrpo_rc.train(given | {"data.val_files": texts, "trainer.max_time": 1e-3})
+    settings = given | {"data.val_files": texts, "trainer.max_time": 1e-3}
+    with ThreadPoolExecutor(1) as pool:  # no signal reaches a thread, which may train all the same
+        run = pool.submit(flowgrpo_rc.train, settings).result()
     shown = repr(run)
     assert shown.startswith(f"<Run {run.folder}: Held-out reward {run.before['reward']:.4f}, eval")
     assert "; Training steps: 1 of 2; " in shown
@@ -106,10 +107,10 @@ def test_a_run_shows_its_numbers_and_pictures(
     assert run.metrics.to_pandas() == run.metrics
 
 
-def test_the_other_commands_return_what_they_print(
-    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_other_commands_print_nothing(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, other = Run(trained()), trained("trainer.seed=1")
+    run, other = Run(trained()), trained("trainer.test_freq=1")
     capsys.readouterr()
     assert {name: len(images) for name, images in run.images.items()} == {"before": 8, "after": 8}
     found = flowgrpo_rc.evaluate(run)
@@ -119,14 +120,15 @@ def test_the_other_commands_return_what_they_print(
     assert page.read_text().lower().startswith("<!doctype html>")
     file = flowgrpo_rc.export(run, tmp_path / "lora")
     assert file.read_bytes() == (run.lora / file.name).read_bytes()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_a_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     plan = flowgrpo_rc.plan({"data.train_batch_size": 8})
-    proposal = flowgrpo_rc.plan({"data.train_batch_size": 8}, fit="24 GiB")
     assert capsys.readouterr().out == ""
     assert main(["plan", "data.train_batch_size=8"]) == 0
     assert capsys.readouterr().out.startswith(f"{plan!r}\n")
-    assert main(["plan", "data.train_batch_size=8", "--fit", "24"]) == 0
-    assert " ".join(proposal.overrides) in repr(proposal)
-    assert capsys.readouterr().out == f"{proposal!r}\n"
 
 
 class Dataset:
@@ -175,6 +177,7 @@ def unrewarded(overrides: list[str]) -> list[str]:
     return [override for override in overrides if not override.startswith("reward.")]
 
 
+@pytest.mark.slow
 def test_functions_of_the_session_take_the_place_of_the_rewards(unrewarded: list[str]) -> None:
     calls: list[int] = []
     steps: list[int] = []
@@ -196,26 +199,22 @@ def test_functions_of_the_session_take_the_place_of_the_rewards(unrewarded: list
     assert first["reward/failed_fraction"] == 1 / 8  # 8 held-out samples came before
 
 
+@pytest.mark.slow
 def test_a_callback_stops_and_resume_goes_on_to_the_same_bits(
-    unrewarded: list[str], tmp_path: Path
+    unrewarded: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rewards = {"bright": brightness}
-    elsewhere = [*unrewarded, f"trainer.output_dir={tmp_path / 'whole'}"]
-    whole = flowgrpo_rc.train(elsewhere, rewards=rewards)
-    stopped = flowgrpo_rc.train(unrewarded, rewards=rewards, callbacks=[lambda step, _: step == 1])
-    assert stopped.stopped == "a callback asked for it"
-    assert len(stopped.metrics) == 2
-    # A function of a module needs no giving again.
-    assert flowgrpo_rc.train(unrewarded, rewards=rewards) == Run(stopped.folder)
-    assert final_state(stopped.folder) == final_state(whole.folder)
-
-
-def test_resume_needs_the_function_of_another_session(
-    unrewarded: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """The function of another session has to be given again."""
     bright = {"bright": lambda image, prompt: brightness(image, prompt)}
     weighed = [*unrewarded, "reward.terms.bright.weight=2"]
+    elsewhere = [*weighed, f"trainer.output_dir={tmp_path / 'whole'}"]
+    whole = flowgrpo_rc.train(elsewhere, rewards=bright, verbose=False)
+    assert capsys.readouterr() == ("", "")
     stopped = flowgrpo_rc.train(weighed, rewards=bright, callbacks=[lambda step, _: step == 1])
+    assert stopped.stopped == "a callback asked for it"
+    assert len(stopped.metrics) == 2
     monkeypatch.setattr("flowgrpo_rc.rewards.function._given", {})
     for call in (stopped.resume, partial(flowgrpo_rc.evaluate, stopped)):
         with pytest.raises(ValueError, match=r"Run\.resume take rewards=\{'bright': the fun"):
@@ -225,13 +224,9 @@ def test_resume_needs_the_function_of_another_session(
     found = flowgrpo_rc.evaluate(stopped, rewards=bright)
     assert found.base["reward"] == pytest.approx(stopped.before["reward"])
     assert found.base["reward"] == pytest.approx(2 * found.base["bright"])
-    found = flowgrpo_rc.evaluate(
-        stopped, {"reward.terms.dark.weight": 3}, rewards={"dark": brightness}
-    )
-    assert found.lora["reward"] == pytest.approx(3 * found.lora["dark"])
     run = Run(stopped.folder).resume(rewards=bright, verbose=True)
-    assert len(run.metrics) == 3
     assert "step 2/2" in capsys.readouterr().out
+    assert final_state(run.folder) == final_state(whole.folder)
 
 
 def test_a_reward_that_raises_ends_in_one_error_with_its_line(
@@ -243,33 +238,16 @@ def test_a_reward_that_raises_ends_in_one_error_with_its_line(
         return brightness(image, prompt) / 0
 
     place = re.escape(f"broken ({__file__}:{broken.__code__.co_firstlineno + 1})")
-    for verbose in (None, False):
-        with pytest.raises(RewardError, match=rf"ZeroDivisionError: .*, in .*{place}$") as got:
-            flowgrpo_rc.train(unrewarded, rewards={"x": broken}, verbose=verbose)
-        frames = map(traceback.extract_tb, (got.tb, got.value.__cause__.__traceback__))
-        assert [frame[-1].name for frame in frames] == ["called", "broken"]
-        assert ("ZeroDivisionError" in capsys.readouterr().err) == (verbose is None)
+    with pytest.raises(RewardError, match=rf"ZeroDivisionError: .*, in .*{place}$") as got:
+        flowgrpo_rc.train(unrewarded, rewards={"x": broken})
+    frames = map(traceback.extract_tb, (got.tb, got.value.__cause__.__traceback__))
+    assert [frame[-1].name for frame in frames] == ["called", "broken"]
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_an_override_refines_a_reward_and_a_file_does_not() -> None:
     found = _settings(["reward.terms.ocr.threads=2"], None, None, {"ocr": {"weight": 0.5}})
     assert found.reward.terms == {"ocr": {"weight": 0.5, "threads": 2}}
-
-
-def test_training_in_a_thread_stops_at_its_time(overrides: list[str]) -> None:
-    found: list[Run] = []
-
-    def work() -> None:
-        config = checked_config(compose_config([*overrides, "trainer.max_time=1e-3"]))
-        found.append(flowgrpo_rc.train(config, rewards={"jpeg": {"weight": 0.5}}))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found[0].stopped == "trainer.max_time is over"
-    # A whole configuration is taken as it is.
-    terms = stored_config(found[0].folder / "config.yaml").reward.terms
-    assert terms["jpeg"] == {"weight": 1.0}
 
 
 def test_the_command_line_says_where_a_function_of_a_session_was(

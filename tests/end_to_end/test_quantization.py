@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.runs import Train, read_rows, stopped_and_whole
+from support.runs import Train, Trained, read_rows, stopped_and_whole
 from support.torchao import needs_torchao
 
 
@@ -15,11 +15,12 @@ def test_two_steps_with_an_int8_rollout_and_an_8_bit_optimizer(
     train: Train, tmp_path: Path
 ) -> None:
     settings = ("rollout.quantization=int8", "actor.optim.name=adamw_8bit", "model.lora_rank=64")
-    assert train(*settings) == 0
+    assert train(*settings, "trainer.total_training_steps=1") == 0
     row = read_rows(tmp_path / "run")[1]
     assert 0 < row["rollout_corr/logprob_abs_diff_mean"] < 0.01
 
 
+@pytest.mark.slow
 @needs_torchao
 def test_text_with_an_int8_rollout(train_text: Train, tmp_path: Path) -> None:
     mode = "algorithm.rollout_correction.bypass_mode=false"
@@ -31,6 +32,7 @@ INT8 = "model.quantization=int8"
 DIFFERENCE = "rollout_corr/logprob_abs_diff_mean"
 
 
+@pytest.mark.slow
 def test_quantized_training_weights_replay_exactly_and_go_on(train: Train, tmp_path: Path) -> None:
     """The reference policy and the recomputed activations have the same weights."""
     again = "model.gradient_checkpointing=true"
@@ -43,10 +45,12 @@ def test_quantized_training_weights_replay_exactly_and_go_on(train: Train, tmp_p
     assert "| fp32, fp32+int8 |" in card
 
 
-def test_samples_of_full_weights_are_corrected(train: Train, tmp_path: Path) -> None:
-    assert train("trainer.save_rollouts=true") == 0
-    replay = (f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'int8'}")
-    assert train(INT8, *replay, "algorithm.rollout_correction.rollout_is=token") == 0
-    row = read_rows(tmp_path / "int8")[1]
+@pytest.mark.slow
+def test_samples_of_full_weights_are_corrected(
+    train: Train, trained: Trained, tmp_path: Path
+) -> None:
+    replay = f"data.replay_dir={trained('trainer.save_rollouts=true')}"
+    assert train(INT8, replay, "algorithm.rollout_correction.rollout_is=token") == 0
+    row = read_rows(tmp_path / "run")[1]
     assert 1e-7 < row[DIFFERENCE] < 0.01
     assert 0.999 < row["rollout_corr/rollout_is_eff_sample_size"] < 1

@@ -9,14 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.compositions import checked_config, resolved
+from support.compositions import checked_config
 
 from flowgrpo_rc.calibration.choice import KEY, Settings
 from flowgrpo_rc.config.compose import compose_config
+<<<<<<< HEAD
 from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
+=======
+>>>>>>> runs
 
 ROOT = Path(__file__).parents[2]
-GIB = {"h100": 80e9 / 2**30, "h200": 141e9 / 2**30}
 SCRIPTS = sorted(path.stem for path in (ROOT / "examples").glob("*xh?00.sh"))
 REWARDS = ("ocr", "pickscore")
 
@@ -64,6 +66,7 @@ def cards(script: str) -> int:
     return int(re.search(r"_(\d+)xh", script)[1])
 
 
+<<<<<<< HEAD
 def plan(overrides: list[str], processes: int, config_dir: str | None = None) -> Plan:
     config = checked_config(
         compose_config(overrides, config_dir=config_dir), num_processes=processes
@@ -79,6 +82,8 @@ def calibration_bytes(plan: Plan, shards: int) -> int:
     return transformer + beside + memory["text encoders, VAE"] + 4 * memory["LoRA"]
 
 
+=======
+>>>>>>> runs
 def parsed(command: list[str]) -> tuple[dict[str, str], list[str]]:
     """Returns options and overrides of `flowgrpo-rc`, or of what accelerate launches."""
     if command[0] == "accelerate":
@@ -116,19 +121,6 @@ def test_a_recipe_calibrates_and_then_trains_with_what_was_found(
     assert (correction.rollout_rs, correction.rollout_rs_threshold) == ("token_k1", "auto:4")
     if cards(script) > 1:
         assert commands[1][commands[1].index("--num_processes") + 1] == str(cards(script))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_recipe_fits_its_card_by_arithmetic(script: str, workplace: Path) -> None:
-    _, (training, overrides) = map(parsed, run(workplace, script, "pickscore", "bypass"))
-    planned = plan(overrides, cards(script), str(workplace / training["--config-dir"]))
-    shards = cards(script) if planned.title.endswith("fsdp2") else 1
-    calibrating = calibration_bytes(planned, shards) / 2**30
-    needed = planned.held_bytes / 2**30
-    assert max(needed, calibrating) < 0.97 * GIB[script.rpartition("x")[2]]
-    page = (ROOT / "examples" / "README.md").read_text()
-    assert f"{calibrating:.1f}" in page
 
 
 def test_a_recipe_measures_once(workplace: Path) -> None:

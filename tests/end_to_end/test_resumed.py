@@ -11,6 +11,7 @@ from support.runs import NFT, Train, Trained, final_state, read_rows, stopped_an
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.correction import auto_bands
 from flowgrpo_rc.rollout import compiling
 from flowgrpo_rc.spec.check_engine import missing_for_compiling
 
@@ -23,7 +24,6 @@ FAST = (
     "rollout.algo.tail=ab2",
     "rollout.algo.tail_steps=1",
     "rollout.algo.shared_prefix=true",
-    "trainer.total_training_steps=3",
 )
 BYPASS = (
     f"{RC}.bypass_mode=true",
@@ -36,9 +36,7 @@ CACHED = (
     "rollout.cache.window=true",
 )
 CASES = {
-    "cached": (*BYPASS, *CACHED),
     "redrawn": (*BYPASS, *CACHED, "rollout.n=4", "actor.train_n=2", "rollout.redraw=true"),
-    "bypass_some": (*BYPASS, "rollout.algo.sde_type=sde", "rollout.n=6", "actor.train_n=2"),
     "bypass_sliding": (
         *BYPASS,
         "rollout.algo.sde_type=dance_sde",
@@ -52,10 +50,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["redrawn", "decoupled"], CASES))
-def test_fast_rollouts(train: Train, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", slow_but(["redrawn"], CASES))
+def test_fast_rollouts(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(auto_bands, "WARM_UP", 2)
     run = stopped_and_whole(train, tmp_path, *FAST, *CASES[name])
-    assert read_rows(run)[-1]["reward/failed_fraction"] == 0
+    last = read_rows(run)[-1]
+    assert last["reward/failed_fraction"] == 0
+    if name != "decoupled":
+        assert last["actor/rollout_corr/rollout_rs_token_k1_auto_spread"] > 0
 
 
 @pytest.mark.slow
@@ -69,18 +73,19 @@ def test_compiled_rollouts(train: Train, tmp_path: Path, monkeypatch: pytest.Mon
     assert not failed
 
 
+@pytest.mark.slow
 def test_diffusion_nft_with_its_report_card_and_evaluation(
     trained: Trained, train: Train, tmp_path: Path
 ) -> None:
     """The KL is to the LoRA that the run starts from, which a resumed run reads again."""
     start = (f"model.lora_path={trained() / 'lora'}", "actor.kl_reference=start")
-    further = ("rollout.algo.tail=ab2", "actor.use_kl_loss=true", "trainer.total_training_steps=3")
+    further = ("rollout.algo.tail=ab2", "actor.use_kl_loss=true")
     run = stopped_and_whole(train, tmp_path, *NFT, *start, *further)
     tensors, _, rows = final_state(run)
     assert tensors.keys() == {"lora", "ema", "optimizer", "old_policy", "old_policy_counts"}
     assert tensors["old_policy"] != tensors["lora"]
     last = rows[-1]
-    assert last["actor/old_decay"] == pytest.approx(0.5)  # after 6 updates, at most 0.5
+    assert last["actor/old_decay"] == pytest.approx(0.4)  # after 4 updates
     assert last["actor/old_deviation"] > 0
     assert last["actor/kl_loss"] > 0
     assert not any("logprob" in name or "clip" in name for name in last)

@@ -7,7 +7,6 @@ import logging
 import pytest
 from diffusers import AutoencoderKL
 from support.hostile_servers import HOSTILE, TOKEN, jpeg
-from support.marks import slow
 from support.reward_servers import answering, scripted
 from support.runs import read_rows
 
@@ -15,10 +14,6 @@ from flowgrpo_rc.cli import main
 
 HERE = __name__
 GDPO = "algorithm.adv_estimator=gdpo"
-
-
-def one_in_four(image, prompt):
-    return float(prompt.index) if prompt.index % 4 else None
 
 
 def left(image, prompt):
@@ -31,13 +26,6 @@ def mean(sample, prompt):
 
 def function(name: str, kind: str = "image") -> str:
     return f"+reward.terms.{name}={{_target_: function, path: '{HERE}:{name}', kind: {kind}}}"
-
-
-def test_single_failures_leave_the_baseline_and_are_counted(trained):
-    rows = read_rows(trained("reward.terms.jpeg=null", function("one_in_four")))
-    assert any(row.get("reward/failed_fraction", 0) > 0 for row in rows)
-    # A score of 0 for prompt 0 would lower the mean.
-    assert all(row["reward/mean"] >= 1 for row in rows[1:])
 
 
 def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(
@@ -71,6 +59,7 @@ def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(
     assert TOKEN not in caplog.text + shown.out + shown.err
 
 
+@pytest.mark.slow
 def test_two_rewards_of_any_scale_train_and_saved_ones_must_be_there(train, tmp_path, capsys):
     two = (GDPO, "reward.terms.jpeg.weight=1e3", function("left"))
     assert train(*two, "trainer.save_rollouts=true") == 0
@@ -88,12 +77,9 @@ def test_two_rewards_of_any_scale_train_and_saved_ones_must_be_there(train, tmp_
     assert "has no reward 'mean', and algorithm.adv_est" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "decoded"), [("latent", 2), slow("image", 6)])
-def test_a_run_decodes_only_what_is_looked_at(kind, decoded, train, tmp_path, monkeypatch):
-    """Two evaluations show one batch each.
-
-    For an image reward, the two chunks of both steps are decoded as well.
-    """
+@pytest.mark.slow
+def test_latents_are_decoded_only_to_be_looked_at(train, tmp_path, monkeypatch):
+    """Two evaluations show one batch each."""
     calls = []
     decode = AutoencoderKL.decode
 
@@ -104,8 +90,8 @@ def test_a_run_decodes_only_what_is_looked_at(kind, decoded, train, tmp_path, mo
 
     monkeypatch.setattr(AutoencoderKL, "decode", counted)
     further = ("rollout.micro_batch_size_per_gpu=4", "trainer.test_freq=0")
-    assert train("reward.terms.jpeg=null", function("mean", kind), *further) == 0
-    assert len(calls) == decoded
+    assert train("reward.terms.jpeg=null", function("mean", "latent"), *further) == 0
+    assert len(calls) == 2
     rows = read_rows(tmp_path / "run")
     assert all(row["reward/mean"] is not None for row in rows[1:])
-    assert (abs(rows[-1]["val/mean"]) < 10) == (kind == "latent")
+    assert abs(rows[-1]["val/mean"]) < 10  # pixels have a mean of about 128

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.marks import slow_but
 from support.prompts import brightness
 from support.runs import NFT, Train, final_state
 
@@ -22,8 +21,7 @@ CHUNKS = ("rollout.micro_batch_size_per_gpu=2", "algorithm.adv_estimator=grpo")
 RECOMPUTED = (f"{RC}.rollout_is=token", f"{RC}.rollout_is_batch_normalize=true")
 MODES = {
     "bypass": (f"{RC}.bypass_mode=true", "rollout.dtype=bf16", f"{RC}.rollout_rs=token_k1"),
-    "own_forwards": (f"{RC}.rollout_rs=null", "actor.ppo_epochs=2"),
-    "recomputed": ("algorithm.adv_estimator=rloo", *RECOMPUTED),
+    "recomputed": ("algorithm.adv_estimator=rloo", "actor.ppo_epochs=2", *RECOMPUTED),
     "nft": NFT,
 }
 _held: set[int] = set()  # prompts whose pictures are scored after an update alone
@@ -58,7 +56,8 @@ def test_the_first_update_does_not_wait_for_the_rewards_of_the_second(
     assert all(_in_time)
 
 
-@pytest.mark.parametrize("mode", slow_but(["bypass", "nft"], MODES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_each_mini_batch_waits_for_its_own_groups_and_the_bits_are_the_same(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

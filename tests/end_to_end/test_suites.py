@@ -53,6 +53,7 @@ def gamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_gamed_is_told_of(gamed: Path) -> None:
     rows = {row["step"]: row for row in read_rows(gamed / "run")}
     assert [step for step, row in rows.items() if "suite/few_words/change" in row] == [4, 8]
@@ -66,6 +67,7 @@ def test_a_reward_that_is_gamed_is_told_of(gamed: Path) -> None:
     assert 'id="suites"' in (gamed / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_evaluate_agrees_with_the_training(
     gamed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +137,7 @@ def test_wrong_suites_are_refused_before_a_model_is_loaded(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_suite_is_checked_before_the_run_is_loaded(gamed, monkeypatch, capsys, caplog) -> None:
     monkeypatch.chdir(gamed)
 

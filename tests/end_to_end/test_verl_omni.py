@@ -9,23 +9,10 @@ import pytest
 from pyarrow import parquet
 from support.marks import slow
 from support.reward_servers import answering, scripted
-from support.runs import DEVICE, WORDS, Train, read_rows
+from support.runs import DEVICE, WORDS, read_rows
 from support.verl_omni_commands import NFT, QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
-
-
-def test_a_command_with_verl_omni_s_words_trains(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Ignored keys are stored with the run."""
-    other = ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.nnodes=1", "data.shuffle=False"]
-    assert train(*other) == 2
-    assert "data.shuffle=False (prompts are always shuffled)" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-    assert train(*other, "compat.ignore=[data.shuffle]") == 0
-    stored = (tmp_path / "run" / "config.yaml").read_text()
-    assert "ignore:\n  - data.shuffle" in stored
 
 
 def parquet_files(folder: Path) -> None:

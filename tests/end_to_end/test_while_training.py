@@ -17,6 +17,7 @@ from flowgrpo_rc.records.samples import read_grid
 from flowgrpo_rc.records.trackers import Trackers
 
 
+@pytest.mark.slow
 def test_four_prompts_are_drawn_between_evaluations(
     trained: Trained, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +63,7 @@ def evaluations(run: Path) -> list[float]:
     return [row["val/reward"] for row in read_rows(run)]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_and_loras_are_exported_and_pushed(
     train: Train,
     tmp_path: Path,
@@ -113,6 +115,7 @@ def read_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_and_a_resumed_one_after_the_same_step(
     train: Train, tmp_path: Path, wander: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def small(overrides: list[str]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @needs_ray
 @needs_torchao
 def test_workers_come_and_go_and_change_no_bit(small: list[str], tmp_path: Path) -> None:

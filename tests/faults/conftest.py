@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.faults import Trained, command, on_change, words_of
 from support.runs import STOP, final_state
+from support.sharing import make_once
 
 # All that a run imports, once for all forks.
 from flowgrpo_rc.commands import train  # noqa: F401
@@ -49,16 +51,21 @@ def small(overrides: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], Trained]:
+def trained(shared: Path) -> Callable[[Sequence[str]], Trained]:
     """Returns a run that nothing has happened to, by its words; each is trained once."""
 
     @cache
     def run(words: tuple[str, ...]) -> Trained:
-        folder = tmp_path_factory.mktemp("trained")
+        def make(folder: Path) -> None:
+            folder.mkdir()
+            last = folder / "last_change"
+            count = on_change(folder / "run", lambda number: last.write_text(str(number)) and None)
+            ended = command(*words_of(words, f"trainer.output_dir={folder / 'run'}"), harm=count)
+            assert ended.code == (75 if STOP in words else 0), ended.output
+
+        name = hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+        folder = make_once(shared / "unharmed" / name, make)
         run, last = folder / "run", folder / "last_change"
-        count = on_change(run, lambda number: last.write_text(str(number)) and None)
-        ended = command(*words_of(words, f"trainer.output_dir={run}"), harm=count)
-        assert ended.code == (75 if STOP in words else 0), ended.output
         return Trained(run, final_state(run), int(last.read_text()) + 1)
 
     return lambda words: run(tuple(word for word in words if "output_dir" not in word))

@@ -3,54 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.faults import Harm, command, fault, has_nan, nth_call, recorded, words_of
+from support.faults import fault
 
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
-from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import EngineLost
 from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
-
-
-def stale() -> None:
-    """Lets the engine take over the first LoRA only."""
-    original = DiffusersEngine.take_weights
-
-    def take_weights(self: DiffusersEngine, state: Any) -> None:
-        original(self, {name: tensor * 0 + 1e-3 for name, tensor in state.items()})
-
-    DiffusersEngine.take_weights = take_weights
-
-
-def generating(change: Callable[[Any], dict[str, Any]]) -> Harm:
-    return nth_call(DiffusersEngine, "generate", -1, recorded(change))
-
-
-CASES = {
-    "other settings": (
-        generating(lambda batch: {"spec": replace(batch.spec, guidance_scale=9.0)}),
-        "sampled with other settings: guidance_scale",
-    ),
-    "older weights": (
-        generating(lambda batch: {"policy_version": batch.policy_version - 1}),
-        "with the weights of step",
-    ),
-    "a stale LoRA": (stale, "does not hold the trainer's LoRA of step"),
-}
-
-
-@fault("the engine drifts from what the trainer asks", "the run ends with a line that says how")
-@pytest.mark.parametrize("case", CASES)
-def test_drift(small: list[str], tmp_path: Any, case: str) -> None:
-    harm, message = CASES[case]
-    command(*words_of(small), harm=harm).expect(1, message)
-    assert has_nan(tmp_path / "run") == []
-
 
 # A child that dies at its second LoRA; the file says how many children may still die.
 MORTAL = """

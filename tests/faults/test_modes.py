@@ -61,7 +61,7 @@ def dies_in(phase: str, number: int) -> Harm:
 
 
 @fault("the process is killed as a phase of a step begins", "the same command gives equal results")
-@pytest.mark.parametrize(("mode", "phase"), mixed(MODES, PHASES))
+@pytest.mark.parametrize(("mode", "phase"), some(mixed(MODES, PHASES), 4))
 def test_phases(
     small: list[str],
     tmp_path: Path,
@@ -102,7 +102,7 @@ def test_two_runs_in_one_folder(small: list[str], tmp_path: Path, whole: Trained
 
 # --- Many steps
 
-STEPS = 200 if EVERY == 1 else 40
+STEPS = 200 if EVERY == 1 else 24
 SOAK = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=5",

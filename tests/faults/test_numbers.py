@@ -19,10 +19,10 @@ from support.faults import (
     command,
     fault,
     has_nan,
-    mixed,
     nth_call,
     recorded,
     replace_file,
+    some,
     words_of,
 )
 from support.runs import final_state, read_rows
@@ -79,7 +79,7 @@ STATE = {
     "a weight, moment or average becomes NaN",
     "the run stops, names the step and the last good checkpoint, and saves none of it",
 )
-@pytest.mark.parametrize("site", STATE)
+@pytest.mark.parametrize("site", some(list(STATE), 2))
 def test_a_spoiled_state_is_not_saved(
     small: list[str], tmp_path: Path, whole: Trained, site: str
 ) -> None:
@@ -134,7 +134,7 @@ def test_one_update(small: list[str], tmp_path: Path, site: str) -> None:
 
 
 @fault("that happens in every update", "the run stops with the step, the reason and a debug bundle")
-@pytest.mark.parametrize("site", UPDATES)
+@pytest.mark.parametrize("site", some(list(UPDATES)))
 def test_all_updates(small: list[str], tmp_path: Path, site: str) -> None:
     owner, name, change = UPDATES[site]
     command(*words_of(small), harm=nth_call(owner, name, -1, change)).expect(
@@ -145,21 +145,17 @@ def test_all_updates(small: list[str], tmp_path: Path, site: str) -> None:
 
 
 @fault("that happens in every update of a short run", "it fails in words, and leaves no LoRA")
-@pytest.mark.parametrize("steps", [1, 2])
-def test_all_updates_of_a_short_run(small: list[str], tmp_path: Path, steps: int) -> None:
-    words = words_of(small, f"trainer.total_training_steps={steps}", "actor.ema.enable=false")
+def test_all_updates_of_a_short_run(small: list[str], tmp_path: Path) -> None:
+    words = words_of(small, "trainer.total_training_steps=1", "actor.ema.enable=false")
     harm = nth_call(PolicyUpdate, "_divide_gradients", -1, spoil_gradient)
-    told = f"step {steps}: every update of the run ({2 * steps}) was skipped"
+    told = "step 1: every update of the run (2) was skipped"
     for _ in range(2):  # nor does the same command find a run that is finished
         command(*words, harm=harm).expect(1, told)
     assert not (tmp_path / "run" / "lora").exists()
 
 
 @fault("the engine records log-probs that are not finite", "nothing is trained on them; no NaN")
-@pytest.mark.parametrize(
-    ("count", "value", "bypass"),
-    [*((2, *case) for case in mixed([math.nan, -math.inf], [True, False])), (8, math.nan, True)],
-)
+@pytest.mark.parametrize(("count", "value", "bypass"), [(2, -math.inf, False), (8, math.nan, True)])
 def test_log_probs(
     small: list[str], tmp_path: Path, count: int, value: float, bypass: bool
 ) -> None:

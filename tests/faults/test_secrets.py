@@ -23,8 +23,6 @@ class Odd(Reward):
 
     def __call__(self, samples, prompts):
         logging.getLogger("odd").warning("sent api_key=%s", self._options["key"])
-        if "piece" in self._options:
-            logging.getLogger("odd").warning(self._options["piece"] * 80_000)
         return Scores(values=[float(sample.mean()) for sample in samples])
 """
 ODD = "reward.terms.odd"
@@ -102,46 +100,10 @@ def test_secrets_are_in_no_file(told: list[str], tmp_path: Path) -> None:
     run(["export", str(folder), "--out", str(folder / "export")]).expect(0)
     run(["report", str(folder)]).expect(0)
     assert leaks(folder) == []
+    # An evaluation names the options to give again.
+    run(["eval", str(folder), "--trust"]).expect(2, f"{ODD}.key")
+    again = [word for word in told if word.startswith(ODD)]
+    run(["eval", str(folder), "--trust", *again]).expect(0)
     # The same command is the same run.
     run(words_of(told[1:], "trainer.total_training_steps=4")).expect(0, "step 4/4")
     assert leaks(folder) == []
-
-
-@fault("eval meets *** where the run had a secret", "an error names the options to give again")
-def test_an_evaluation_asks_for_the_secrets(told: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    words = [word for word in told if not word.startswith("trainer.logger=")]
-    run(words).expect(0)
-    run(["eval", str(folder), "--trust"]).expect(2, f"{ODD}.key")
-    run(["eval", str(folder), "--trust", *(word for word in words if word.startswith(ODD))]).expect(
-        0
-    )
-
-
-@fault(
-    "a reward is called password, and a variable such as *_PASSWORD holds a common word",
-    "no setting is hidden",
-)
-def test_harmless_settings_stay(
-    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("odd_reward.py").write_text(ODD_REWARD)
-    monkeypatch.setenv("JUPYTER_PASSWORD", "workspace")
-    term = "reward.terms.password"
-    options = (f"{term}._target_=odd_reward.Odd", f"{term}.weight=2.0", f"{term}.note=workspace")
-    run(words_of(small, *options, f"{term}.key={CANARY}")).expect(0)
-    assert leaks(tmp_path / "run") == []
-    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    found = stored["reward"]["terms"]["password"]
-    assert found["weight"] == 2.0
-    assert found["note"] == "workspace"
-    assert found["key"] == "***"
-
-
-@fault("a reward logs a megabyte that looks like the start of a secret", "the run goes on at once")
-def test_a_long_message_does_not_hold_a_run_up(small: list[str]) -> None:
-    Path("odd_reward.py").write_text(ODD_REWARD)
-    options = (f"{ODD}._target_=odd_reward.Odd", f"{ODD}.key=a", f"{ODD}.piece=eyJaaaaaaaaa-")
-    ended = command(*words_of(small, *options), timeout=60)
-    assert ended.code == 0, ended.output[-2000:]
-    assert len(ended.output) > 1_000_000

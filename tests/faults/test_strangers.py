@@ -104,7 +104,6 @@ def words_for(model: Path, small: list[str], run: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "harm"),
     [
-        ("text", own_network),
         ("text", own_tokenizer),
         ("images", own_pipeline),
         ("images", own_component),
@@ -180,13 +179,11 @@ def test_code_of_a_rewards_tokenizer(small: list[str], tmp_path: Path, mark: Pat
 # What a config.yaml may name, by the section that it is written into.
 NAMED = {
     "class": ("reward.terms", {"odd": {"_target_": "evil.Odd"}}),
-    "name": ("reward.terms", {"evil.Odd": {}}),
     "function": ("reward.terms", {"odd": {"_target_": "function", "path": "evil:odd"}}),
     "engine": ("rollout", {"name": "evil.Engine"}),
     "model": ("model", {"adapter": "evil.Model"}),
     "correction": ("algorithm.rollout_correction", {"custom_correction": "evil:correct"}),
     "loss": ("actor.diffusion_loss", {"loss_mode": "evil.Loss"}),
-    "token_loss": ("actor.token_loss", {"loss_mode": "evil:loss"}),
     "secret": ("reward.terms", {"remote": {"url": "https://evil.example", "token_env": "PATH"}}),
 }
 
@@ -296,8 +293,7 @@ def test_own_code_with_trust(finished: Path) -> None:
 
 
 @fault("a run's folder holds links where temporary files would be", "the files behind them stay")
-@pytest.mark.parametrize("verb", ["report", "train"])
-def test_links_to_other_files(finished: Path, small: list[str], tmp_path: Path, verb: str) -> None:
+def test_links_to_other_files(finished: Path, small: list[str], tmp_path: Path) -> None:
     precious = tmp_path / "precious.txt"
     names = (".report.html.tmp", ".config.yaml.tmp", ".inputs.json.tmp", ".lock")
     for name in names:
@@ -306,13 +302,13 @@ def test_links_to_other_files(finished: Path, small: list[str], tmp_path: Path, 
     precious.write_text("mine")
     (finished / ".metrics.jsonl.tmp").symlink_to(tmp_path / "new.txt")
     (finished / "checkpoints" / ".partial_step_9").symlink_to(tmp_path)
-    ended = command("report", str(finished)) if verb == "report" else command(*words_of(small))
-    assert "Traceback" not in ended.output
-    if verb == "train":
+    for words in (["report", str(finished)], words_of(small)):
+        ended = command(*words)
+        assert "Traceback" not in ended.output
         assert ended.code in (0, 1)
-        (finished / ".lock").unlink(missing_ok=True)
-        (finished / "checkpoints" / "step_3" / "state.json").unlink()
-        command(*words_of(small)).expect(0)
-        assert not (finished / "config.yaml").is_symlink()
+    (finished / ".lock").unlink(missing_ok=True)
+    (finished / "checkpoints" / "step_3" / "state.json").unlink()
+    command(*words_of(small)).expect(0)
+    assert not (finished / "config.yaml").is_symlink()
     assert precious.read_text() == "mine"
     assert not (tmp_path / "new.txt").exists()

@@ -7,12 +7,10 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from accelerate.tracking import TensorBoardTracker
 from support.faults import Harm, Trained, command, fault, some, words_of
 from support.launching import alone, ran
 from support.runs import final_state, read_rows
@@ -30,20 +28,6 @@ def survives(small: list[str], tmp_path: Path, whole: Trained) -> Callable[..., 
         return ended.output
 
     return run
-
-
-def refuses(*arguments: object, **options: object) -> NoReturn:
-    raise ConnectionError("the server is gone, token=hf_topsecrettopsecret")
-
-
-@fault("a tracker raises", "one warning; it is off, and the run is as without it")
-@pytest.mark.parametrize("method", some(["log", "start", "log_images", "finish"], 2))
-def test_a_tracker_that_raises(survives, method: str) -> None:
-    harm = partial(setattr, TensorBoardTracker, method, refuses)
-    said = survives(harm, "trainer.logger=[console,tensorboard]")
-    (line,) = [line for line in said.splitlines() if "tensorboard" in line and "WARNING" in line]
-    assert "the tracker tensorboard has failed" in line
-    assert line.endswith("ConnectionError: the server is gone, token=***")
 
 
 def is_writing(event: str, arguments: tuple[object, ...], part: str) -> bool:
@@ -110,7 +94,7 @@ GONE = {
 
 
 @fault("nobody can read what the run prints", "the run goes on in silence")
-@pytest.mark.parametrize("how", GONE)
+@pytest.mark.parametrize("how", some(list(GONE), 2))
 def test_a_console_that_is_gone(survives, tmp_path: Path, how: str) -> None:
     assert survives(GONE[how]) == ""
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -149,17 +133,6 @@ def test_what_cannot_be_written(survives) -> None:
     (line,) = warnings_in(survives(full_for("run/samples/")))
     assert "cannot be written, and the run goes on without" in line
     assert "No space left on device" in line
-
-
-@fault("the disk is full for rejected samples", "one warning; the run goes on")
-def test_rejected_samples_that_cannot_be_written(small: list[str], tmp_path: Path) -> None:
-    rejects = ("rollout_rs=step_kl", "rollout_rs_threshold=1e-9")
-    settings = [f"algorithm.rollout_correction.{one}" for one in rejects]
-    words = words_of(small, "rollout.dtype=bf16", *settings)
-    ended = command(*words, harm=full_for("run/rejected")).expect(0)
-    assert not (tmp_path / "run" / "rejected.jsonl").exists()
-    (line,) = warnings_in(ended.output)
-    assert "rejected.jsonl cannot be written" in line
 
 
 @fault("a picture cannot be drawn", "one warning with a traceback; the run goes on")

@@ -14,7 +14,6 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from support.documented import ROOT
 from support.launching import ran
 
@@ -116,18 +115,3 @@ def test_each_device_is_a_stage_and_nothing_that_is_copied_is_ignored() -> None:
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"]
     assert sorted(sources) == sorted(kept)
     assert all((ROOT / source).exists() for source in sources)
-
-
-@pytest.mark.skipif(not shutil.which("apt-cache"), reason="no Debian here")
-def test_names_of_system_packages_are_debian_s() -> None:
-    """Asks the lists of packages, where they have been fetched; installs nothing."""
-    steps = [text for name, text in instructions() if text.startswith("apt-get update")]
-    names = [
-        name
-        for step in steps
-        for name in step.split("--no-install-recommends")[1].split("&&")[0].split()
-    ]
-    listed = ran("apt-cache", "pkgnames").stdout.split()
-    if "python3-venv" not in listed:
-        pytest.skip("apt-get update has not been run here")
-    assert sorted(set(names) - set(listed)) == []

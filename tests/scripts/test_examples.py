@@ -180,12 +180,12 @@ def test_the_notebook_compares_a_lora_in_stock_diffusers(tmp_path: Path) -> None
 
 
 CAPPED = (
-    "trainer.total_training_steps=2",
+    "trainer.total_training_steps=1",
     "trainer.test_freq=0",
     "trainer.save_freq=0",
     "data.train_batch_size=2",
     "rollout.n=4",
-    "rollout.val_kwargs.n=16",
+    "rollout.val_kwargs.n=4",
     "actor.ppo_mini_batch_size=2",
     "actor.ppo_micro_batch_size_per_gpu=4",
 )

@@ -8,8 +8,8 @@ anything differs.
 There is no tolerance. Numbers are compared as JSON text, tensors and pixels by their bytes, other
 files by line. A file that only one side has is a difference. Left out is
 
-* what differs between two runs of the same code: in metrics.jsonl seconds, speed and memory
-  (`timing_s/`, `perf/`), in report.html the section and three tiles that show them, and the time
+* what differs between two runs of the same code: in metrics.jsonl seconds, speed, memory and what
+  workers were busy with, in report.html the section and three tiles that show them, and the time
   and the commit at which a run started;
 * the path of the checkout, wherever a file names it;
 * what repeats other files: the hashes in manifest.json, and the encoding of a PNG;
@@ -31,22 +31,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+from support.runs import fingerprint, without_timings  # noqa: E402 (found by the line above)
 
 _OF_A_START = ("git", "started", "command")  # keys of environment.json
 # The package's own version, in reports and environment.json.
 VERSION = re.compile(r"(flowgrpo[-_]rc\"?[ :=\"]+)\d+\.\d+\.\d+")
 
-MOST_SHOWN = 5  # differences of a file
 LOG = "log.txt"  # beside the folders of runs
-UNSTABLE_METRICS = ("timing_s/", "perf/")
 UNSTABLE_TILES = "training samples per second|peak memory, GiB|measured time"
 UNSTABLE_IN_REPORT = re.compile(
     r'<section id="timing">.*?</section>'
@@ -162,17 +159,14 @@ def run_command(checkout: Path, folder: Path, overrides: str, processes: int) ->
 
 
 def differences(before: Path, after: Path, roots: Sequence[Path]) -> Iterator[str]:
-    """Yields the differences between the folders of a case, which two checkouts have left."""
+    """Yields the files in which the folders of a case differ, which two checkouts have left."""
     olds, news = files_of(before), files_of(after)
     yield from (f"{path}: only before" for path in sorted(olds - news))
     yield from (f"{path}: only after" for path in sorted(news - olds))
     for path in sorted(olds & news):
         old, new = read(before / path, str(roots[0])), read(after / path, str(roots[1]))
-        found = [(key, difference(old.get(key), new.get(key))) for key in old | new]
-        words = [f"{path}, {key}: {text}" for key, text in found if text is not None]
-        yield from words[:MOST_SHOWN]
-        if len(words) > MOST_SHOWN:
-            yield f"{path}: and {len(words) - MOST_SHOWN} more"
+        if words := [str(key) for key in old | new if old.get(key) != new.get(key)]:
+            yield f"{path}: {len(words)} differ, the first is {words[0]}"
 
 
 def files_of(folder: Path) -> set[str]:
@@ -180,15 +174,16 @@ def files_of(folder: Path) -> set[str]:
     return files - {LOG}
 
 
-def read(path: Path, checkout: str) -> dict[str, Any]:
-    """Returns what is compared of a file, by name: JSON texts, lines, tensors."""
+def read(path: Path, checkout: str) -> dict[object, object]:
+    """Returns what is compared of a file, by name: JSON texts, lines, digests of tensors."""
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             texts = (file.metadata() or {}).items()
-            return {k: v.replace(checkout, "CHECKOUT") for k, v in texts} | load_file(path)
+        tensors = {name: fingerprint({name: tensor}) for name, tensor in load_file(path).items()}
+        return {name: text.replace(checkout, "CHECKOUT") for name, text in texts} | tensors
     if path.suffix == ".png":
         with Image.open(path) as image:
-            return {"mode": image.mode, "pixels": torch.from_numpy(np.array(image))}
+            return {"mode": image.mode, "pixels": image.tobytes()}
     # Pages may break a long path anywhere.
     content = path.read_text(encoding="utf-8").replace("<wbr>", "").replace(checkout, "CHECKOUT")
     content = VERSION.sub(r"\1VERSION", content)
@@ -196,9 +191,8 @@ def read(path: Path, checkout: str) -> dict[str, Any]:
         rows = [json.loads(line) for line in content.split("\n") if line]
         return {
             f"row {i}, {name}": json.dumps(value)
-            for i, row in enumerate(rows, 1)
+            for i, row in enumerate(without_timings(rows), 1)
             for name, value in row.items()
-            if not name.startswith(UNSTABLE_METRICS)
         }
     if path.name == "report.html":
         content = UNSTABLE_IN_REPORT.sub("", content).replace("<", "\n<")
@@ -209,28 +203,7 @@ def read(path: Path, checkout: str) -> dict[str, Any]:
         if path.name == "environment.json":
             known = {key: value for key, value in known.items() if key not in _OF_A_START}
         content = json.dumps(known, indent=1, sort_keys=True)
-    return {f"line {i}": line for i, line in enumerate(content.splitlines(), 1)}
-
-
-def difference(old: Any, new: Any) -> str | None:
-    """Returns two values in words, None if they are equal; tensors bit for bit."""
-    one, other = (
-        f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else str(value)
-        for value in (old, new)
-    )
-    if type(old) is not type(new) or one != other:
-        start = len(os.path.commonprefix([one, other]))  # noqa: RUF071 (letters are meant)
-        cut = slice(max(0, start - 40), start + 100)  # long lines hold pictures
-        return f"{one[cut]} before, {other[cut]} after"
-    if not isinstance(old, Tensor):
-        return None
-    bytes_of = (x.reshape(-1, 1).contiguous().view(torch.uint8) for x in (old, new))
-    changed = torch.ne(*bytes_of).any(1).nonzero()[:, 0]
-    if not len(changed):
-        return None
-    index = tuple(int(axis) for axis in np.unravel_index(int(changed[0]), old.shape))
-    values = f"{old[index].item()!r} before, {new[index].item()!r} after"
-    return f"{len(changed)} of {old.numel()} elements, first at {list(index)}: {values}"
+    return dict(enumerate(content.splitlines(), 1))
 
 
 def compare_commits(revisions: Sequence[str], names: Sequence[str], jobs: int) -> bool:

@@ -41,7 +41,7 @@ class Trained(NamedTuple):
 
 
 # Every how many of the generated faults are taken; 1 takes them all.
-EVERY = int(os.environ.get("FAULTS_EVERY", "21"))
+EVERY = int(os.environ.get("FAULTS_EVERY", "43"))
 
 
 def mixed(*kinds: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -47,18 +47,10 @@ class LateLogProbs(Recorded):
 
 
 class NanLogProbs(Recorded):
-    step = 1
-    value = float("nan")
-
     def record(self, batch: Any) -> Any:
         log_probs = batch.rollout_log_probs.clone()
-        log_probs[:, self.step] = self.value
+        log_probs[:, 1] = float("nan")
         return batch.replace(rollout_log_probs=log_probs)
-
-
-class InfLogProbs(NanLogProbs):
-    step = 2
-    value = float("-inf")
 
 
 class NoMeans(DiffusersEngine):
@@ -284,10 +276,6 @@ class OtherKernels(Autocast, OwnOptions):
     said = "bf16"
 
 
-class ShiftOfOtherKernels(OtherKernels, Shift):
-    """Has another schedule and other kernels."""
-
-
 # --- Noise
 
 
@@ -315,13 +303,6 @@ class SharedNoise(OtherNoise):
         rows = [self.request.seeds.index(seed) for seed in seeds]
         first = [self.request.seeds[row - row % every] for row in rows]
         return normal(shape, first, "step", step)
-
-
-class NoiseOfChunks(OtherNoise):
-    """Starts its generator anew for every chunk."""
-
-    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
-        return normal(shape, range(len(seeds)), "chunk", step)
 
 
 class SameNoise(OtherNoise):
@@ -388,20 +369,7 @@ class Collapsed(DiffusersEngine):
     tells = False
 
     def reached(self, prompt: Prompt) -> Prompt:
-        return replace(prompt, text=self.changed(prompt.text))
-
-    def changed(self, text: str) -> str:
-        return " ".join(text.split())
-
-
-class Stripped(Collapsed):
-    def changed(self, text: str) -> str:
-        return text.strip()
-
-
-class OneLine(Collapsed):
-    def changed(self, text: str) -> str:
-        return text.replace("\n", " ")
+        return replace(prompt, text=" ".join(prompt.text.split()))
 
 
 class TellsCollapsed(Collapsed):
@@ -426,17 +394,6 @@ class HiddenPlainWeights(PlainWeights):
 
     def plain_layers(self) -> None:  # type: ignore[override]
         return None
-
-
-class PlainWeightsOfOtherKernels(HiddenPlainWeights):
-    """One sample at a time, with torch's own attention."""
-
-    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
-        super().__init__(model, network, **options | {"chunk_size": 1})
-        for module in self.transformer.modules():
-            if hasattr(module, "processor"):
-                kind = type(module.processor)
-                module.processor.__class__ = kind.__base__
 
 
 class CoarseTextWeights(TransformersEngine):

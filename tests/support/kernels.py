@@ -7,12 +7,6 @@ import torch
 
 from flowgrpo_rc.rollout.options.quantized import check_int8_products
 
-# Elsewhere torch multiplies bf16 with other kernels, whose noise is too small or has other tails.
-needs_bf16_kernels = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"),
-    reason="what it expects was measured with the bf16 kernels of processors with AVX-512",
-)
-
 
 def _int8_overflows() -> bool:
     try:

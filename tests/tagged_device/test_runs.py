@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.marks import slow, slow_but
+from support.marks import slow_but
 from support.runs import read_rows, without_timings
 from support.tagged_runs import (
     IMAGES,
@@ -40,7 +40,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["bypass", "decoupled with KL"], RUNS))
+@pytest.mark.parametrize("name", slow_but(["bypass"], RUNS))
 def test_images(name: str, tmp_path: Path) -> None:
     record = train(tmp_path, RUNS[name])
     assert wrong(record) == []
@@ -73,6 +73,7 @@ def test_text(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_padding_is_cut_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host knows how long responses are, of 32 tokens at most."""
     lengths = []
@@ -102,7 +103,8 @@ def test_a_resumed_run(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("settings", [slow(IMAGES), DECOUPLED], ids=["bypass", "decoupled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [IMAGES, DECOUPLED], ids=["bypass", "decoupled"])
 def test_collectives_get_tensors_of_the_device(settings: tuple[str, ...], tmp_path: Path) -> None:
     with two_ranks():
         record = train(tmp_path, settings)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.tagged_device import CUDA, TO_DEVICE, TO_HOST, WAIT, Record, Tagged, tagged_device
+from support.tagged_device import CUDA, TO_DEVICE, TO_HOST, WAIT, Record, tagged_device
 from torch import Tensor, nn
 
 
@@ -73,31 +72,3 @@ def test_what_is_noted(name: str, record: Record) -> None:
     call, kinds = NOTED[name]
     call()
     assert [event.kind for event in record.events.elements()] == kinds
-
-
-def test_threads_see_the_device(record: Record) -> None:
-    thread = threading.Thread(target=lambda: here().sum().item())
-    thread.start()
-    thread.join()
-    assert sum(record.events.values()) == 1
-
-
-def test_nothing_is_left() -> None:
-    before = torch.cuda.is_available(), threading.Thread.run, torch.autocast.__init__
-    going_on = threading.Event()
-    devices = []
-
-    def work() -> None:
-        going_on.wait()
-        devices.append(tensor.device.type)
-
-    with tagged_device():
-        tensor = here()
-        thread = threading.Thread(target=work)
-        thread.start()
-    going_on.set()
-    thread.join()
-    assert (torch.cuda.is_available(), threading.Thread.run, torch.autocast.__init__) == before
-    assert not torch.__future__.get_overwrite_module_params_on_conversion()
-    assert isinstance(tensor, Tagged)
-    assert [*devices, tensor.device.type, (tensor + torch.zeros(3)).device.type] == ["cpu"] * 3

@@ -239,20 +239,6 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
     assert found.spec == replace(request.spec, dtype="fp32")
 
 
-@pytest.mark.parametrize("guidance", ["unguided", "guided"])
-@pytest.mark.parametrize("kind", ["sde", "cps"])
-def test_log_probs_are_those_of_the_trainer(case: Case, kind: str, guidance: str) -> None:
-    batch, _ = sample(
-        case.engine, request_of(case.tiny.spec(kind, vars(case.tiny)[guidance]), SEEDS, WINDOW)
-    )
-    worst = mismatch(case, batch).max().item()
-    print(
-        f"{case.model.pipeline_class} fp32 {kind} {guidance}: log-probs differ by at most "
-        f"{worst:.1e}"
-    )
-    assert worst < 1e-6
-
-
 def test_a_sample_follows_its_seed_and_not_its_batch(case: Case) -> None:
     spec = case.tiny.spec("sde", case.tiny.unguided)
     text = TEXTS[:1]

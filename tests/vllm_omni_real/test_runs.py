@@ -68,15 +68,10 @@ def engine_of(trainer: int) -> int:
     return engine
 
 
-@pytest.mark.parametrize("max_restarts", [0, 1])
-def test_decoupled_training_survives_the_death_of_its_engine(diffusers_run, tmp_path, max_restarts):
-    """The engine is killed after the fifth step.
-
-    It is started again and the run goes on, or the run fails with a report and the same command
-    goes on to the tenth.
-    """
+def test_decoupled_training_survives_the_death_of_its_engine(diffusers_run, tmp_path):
+    """The engine is killed after the fifth step; it is started again, and the run goes on."""
     folder = tmp_path / "run"
-    words = [*DECOUPLED, f"+rollout.engine_kwargs.max_restarts={max_restarts}"]
+    words = [*DECOUPLED, "+rollout.engine_kwargs.max_restarts=1"]
     with subprocess.Popen(command(folder, *words), stderr=subprocess.PIPE, text=True) as trainer:
         try:
             while not (folder / "metrics.jsonl").exists() or len(read_rows(folder)) < 6:
@@ -88,14 +83,9 @@ def test_decoupled_training_survives_the_death_of_its_engine(diffusers_run, tmp_
         finally:
             trainer.kill()
     print(f"ended {time.monotonic() - began:.1f} s after kill -9")
-    assert "signal SIGKILL ended it" in errors or "it is started again" in errors
-    if max_restarts:
-        assert trainer.returncode == 0, errors
-        assert "it is started again (engine_kwargs.max_restarts allows 0 more)" in errors
-    else:
-        assert trainer.returncode == 1
-        assert "error: the vLLM-Omni engine" in errors
-    rows = read_rows(folder) if max_restarts else train(folder, *words)
+    assert trainer.returncode == 0, errors
+    assert "it is started again (engine_kwargs.max_restarts allows 0 more)" in errors
+    rows = read_rows(folder)
     expected = read_rows(diffusers_run)
     assert [row["step"] for row in rows] == list(range(11))
     assert [set(row) for row in without_timings(rows)] == [

@@ -25,7 +25,6 @@ from vllm_real.read_interface import VERSION, interface
 
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec
 from flowgrpo_rc.core.random import derive_seed, normal
-from flowgrpo_rc.exports.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
@@ -122,15 +121,6 @@ def test_log_probs_are_those_of_the_trainer_under_every_lora(engine, model):
     assert stale > 0.1
 
 
-def test_one_adapter_is_held_and_its_folder_alone_exists(engine, model):
-    folders = []
-    for version in range(3):
-        put_lora(engine, model, version)
-        folders.append(Path(engine._adapter.request.lora_path))
-    assert len(engine._llm.llm_engine.list_loras()) == 1
-    assert [folder.exists() for folder in folders] == [False, False, True]
-
-
 def test_responses_end_with_the_end_token_or_at_the_limit(engine, model):
     put_lora(engine, model, 1)
     batch = sample(engine, per_prompt=32)
@@ -166,28 +156,6 @@ def test_tokens_come_as_often_as_their_log_probs_say(engine: VllmEngine, model: 
     chi_square = ((counts - expected) ** 2 / expected)[common].sum()
     print(f"chi square {chi_square:.1f} over {int(common.sum())} tokens")
     assert chi_square < 45  # 15 tokens at most: p < 1e-4
-
-
-def test_greedy_has_log_probability_zero(engine: VllmEngine, model: CausalLM) -> None:
-    put_lora(engine, model, 1)
-    batch = sample(engine, temperature=0.0)
-    logits = model.network(batch.prompt_ids, attention_mask=batch.prompt_mask.long()).logits[:, -1]
-    assert torch.equal(batch.response_ids[:, 0], logits.argmax(-1))
-    assert not batch.rollout_log_probs.any()
-
-
-def test_a_temperature_that_vllm_changes_is_echoed(engine: VllmEngine, model: CausalLM) -> None:
-    put_lora(engine, model, 1)
-    assert sample(engine, temperature=0.001).spec.temperature == 0.01
-
-
-def test_an_exported_lora_is_the_same_policy(engine, model, config, tmp_path, monkeypatch):
-    export_lora(set_lora(model, 2), config, tmp_path)
-    engine._adapter.drop()
-    exported = vllm_request("exported", 1000, tmp_path)
-    monkeypatch.setattr(engine._adapter, "request", exported)
-    assert mismatch(model, sample(engine)) < BETWEEN_ENGINES_FP32
-    engine._llm.llm_engine.remove_lora(1000)
 
 
 def test_adapter_that_binds_nothing_is_refused(engine, monkeypatch):
@@ -255,12 +223,6 @@ def sample(
     ]
     assert len(batch) == len(request.seeds)
     return batch
-
-
-def vllm_request(name: str, number: int, folder: Path) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(folder))
 
 
 def set_lora(model: CausalLM, version: int) -> dict[str, Tensor]:
