@@ -146,13 +146,13 @@ def assert_equal(actual: Result, expect: Result, *, tolerance: float) -> None:
     largest = max(gradient.abs().max().item() for gradient in expect.gradients)
     assert len(actual.gradients) == len(expect.gradients) > 0
     assert largest > 0
-    for one, other in zip(actual.gradients, expect.gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * largest)
+    for single, other in zip(actual.gradients, expect.gradients, strict=True):
+        torch.testing.assert_close(single, other, rtol=0, atol=tolerance * largest)
     assert len(actual.decisions) == len(expect.decisions) > 0
-    for one, other in zip(actual.decisions, expect.decisions, strict=True):
-        assert torch.equal(one.seed, other.seed)
-        assert torch.equal(one.cells, other.cells)
-        assert torch.equal(one.keep_mask, other.keep_mask)
+    for single, other in zip(actual.decisions, expect.decisions, strict=True):
+        assert torch.equal(single.seed, other.seed)
+        assert torch.equal(single.cells, other.cells)
+        assert torch.equal(single.keep_mask, other.keep_mask)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -166,9 +166,9 @@ def test_steps_of_one_forward_change_nothing(
         diffusion_loss=DiffusionLossConfig(loss_mode=loss_mode), rollout_correction=correction
     )
     own = case.startswith("decoupled own")
-    one, together = (iterate(*fp64, n, config, actor, own_forwards=own) for n in (1, size))
-    assert_equal(together, one, tolerance=1e-12)
-    assert one.forwards * FORWARDS[size] == together.forwards * FORWARDS[1]
+    single, together = (iterate(*fp64, n, config, actor, own_forwards=own) for n in (1, size))
+    assert_equal(together, single, tolerance=1e-12)
+    assert single.forwards * FORWARDS[size] == together.forwards * FORWARDS[1]
 
 
 def test_the_kl_penalty_counts_by_its_coefficient(fp64: tuple[FlowModel, DiffusionBatch]) -> None:
@@ -187,9 +187,9 @@ def test_the_kl_penalty_counts_by_its_coefficient(fp64: tuple[FlowModel, Diffusi
 def test_fp32_and_checkpointed_gradients_are_close(model: FlowModel) -> None:
     batch = sampled(model)
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=1e-4)
-    one, together = (iterate(model, batch, size, config, {}) for size in (1, None))
+    single, together = (iterate(model, batch, size, config, {}) for size in (1, None))
     model.transformer.enable_gradient_checkpointing()
     assert_equal(iterate(model, batch, None, config, {}), together, tolerance=0)
-    size = torch.cat([gradient.flatten() for gradient in one.gradients]).norm()
-    for gradient, other in zip(together.gradients, one.gradients, strict=True):
+    size = torch.cat([gradient.flatten() for gradient in single.gradients]).norm()
+    for gradient, other in zip(together.gradients, single.gradients, strict=True):
         assert (gradient - other).norm() <= 1e-3 * size

@@ -39,12 +39,12 @@ def test_the_public_function_is_the_core_with_a_prefix(mask_dtype):
     mask = mask_of("left")
     rule = Rule("sequence", bands=(("seq_mean_k1", 0.8, 1.3),), veto=0.4, normalise=True)
     core = run(training, rollout, mask, rule)
-    weights, kept, values = compute_rollout_correction_and_rejection_mask(
+    weights, keep_mask, values = compute_rollout_correction_and_rejection_mask(
         training, rollout, mask.to(mask_dtype), **settings(rule)
     )
     assert torch.equal(weights, core.weights)
-    assert torch.equal(kept, core.mask.to(mask_dtype))
-    assert kept.dtype == mask_dtype
+    assert torch.equal(keep_mask, core.mask.to(mask_dtype))
+    assert keep_mask.dtype == mask_dtype
     assert values == {
         f"rollout_corr/{name}": value for name, value in core.metrics.compute().items()
     }
@@ -64,8 +64,8 @@ def test_the_smaller_functions_agree_with_the_whole_correction(level):
     difference = training - rollout
     weights = compute_rollout_correction_weights(difference, mask, rollout_is=level)
     assert torch.equal(weights, whole.weights)
-    kept = compute_rollout_rejection_mask(difference, mask, **rs)
-    assert torch.equal(kept, whole.mask)
+    keep_mask = compute_rollout_rejection_mask(difference, mask, **rs)
+    assert torch.equal(keep_mask, whole.mask)
     for name, value in compute_offpolicy_metrics(training, rollout, mask).items():
         assert whole.metrics[f"rollout_corr/{name}"] == value
 

@@ -18,12 +18,12 @@ from torch.distributions import Normal, kl_divergence
 from flowgrpo_rc import RolloutCorrectionConfig
 
 
-def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
+def parts(case: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
     """Returns the ratio of the mean-pooled density and the exact KL(old | now), mean over D."""
-    std = given.std[b, t]
-    old = Normal(given.old_mean[b, t], std)
-    now = Normal(given.mean(theta)[b, t], std)
-    following = given.following[b, t]
+    std = case.std[b, t]
+    old = Normal(case.old_mean[b, t], std)
+    now = Normal(case.mean(theta)[b, t], std)
+    following = case.following[b, t]
     ratio = torch.exp((now.log_prob(following) - old.log_prob(following)).mean())
     return ratio, kl_divergence(old, now).mean().item()
 
@@ -33,16 +33,16 @@ def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
 def test_loss_and_gradient_are_those_of_the_definition(
     kind: str, correction: RolloutCorrectionConfig
 ) -> None:
-    given = three_steps(kind)
+    case = three_steps(kind)
     theta = movement(0.2)
     leaf = theta.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    threshold = sorted(parts(given, theta, b, t)[1] for b in range(6) for t in range(3))[6]
+    threshold = sorted(parts(case, theta, b, t)[1] for b in range(6) for t in range(3))[6]
     masked = above = 0
     for b in range(6):
         for t in range(3):
-            (ratio, kl) = parts(given, leaf, b, t)
-            a = given.batch.advantages[b, t].item()
+            (ratio, kl) = parts(case, leaf, b, t)
+            a = case.batch.advantages[b, t].item()
             further_away = (a > 0 and ratio > 1) or (a < 0 and ratio < 1)
             above += kl > threshold
             if kl > threshold and further_away:
@@ -50,7 +50,7 @@ def test_loss_and_gradient_are_those_of_the_definition(
             else:
                 total = total - a * ratio / 18
     value, gradient, metrics = value_and_gradient(
-        loss_config_of("flow_dppo", correction, kl_threshold=threshold * (1 + 1e-9)), given, theta
+        loss_config_of("flow_dppo", correction, kl_threshold=threshold * (1 + 1e-9)), case, theta
     )
     (expect,) = torch.autograd.grad(total, leaf)
     assert value == pytest.approx(total.item(), rel=1e-12)
