@@ -10,11 +10,6 @@ from metric_names import find
 from support.runs import Train, Trained, read_rows
 
 from flowgrpo_rc.config.tree import stored_config
-<<<<<<< HEAD
-from flowgrpo_rc.correction import auto_bands
-from flowgrpo_rc.correction.auto_bands import LEAST_SPREAD
-=======
->>>>>>> runs
 
 ONE_STEP = "trainer.total_training_steps=1"
 RC = "algorithm.rollout_correction"
@@ -64,20 +59,6 @@ def test_a_run_with_a_loss_that_needs_means(trained: Trained, mode: str, bypass:
 def test_a_run_records_means_and_a_replay_is_centered_by_them(
     train: Train, trained: Trained, tmp_path: Path
 ) -> None:
-<<<<<<< HEAD
-    monkeypatch.setattr(auto_bands, "WARM_UP", 2)
-    options = [*AUTO_RULES, *further, f"{RC}.bypass_mode={bypass}", "rollout.dtype=bf16"]
-    whole = read_rows(stopped_and_whole(train, tmp_path, *options))
-    prefix = "actor/rollout_corr/rollout_rs" if bypass else "rollout_corr/rollout_rs"
-    assert f"{prefix}_token_k1_auto_spread" not in whole[1]
-    assert whole[2][f"{prefix}_token_k1_auto_spread"] > LEAST_SPREAD
-    assert 0 < whole[2][f"{prefix}_step_kl_auto_warm_fraction"] <= 1
-
-
-@pytest.mark.parametrize("bypass", [slow(False), True])
-def test_a_run_records_means_and_judges_them(train: Train, tmp_path: Path, bypass: bool) -> None:
-=======
->>>>>>> runs
     """An fp32 rollout in the same batch shape has a KL of exactly 0 until the policy moves."""
     saved = trained(*STEP_KL_RULES, "trainer.save_rollouts=true", ONE_STEP)
     assert read_rows(saved)[-1]["rollout_corr/rollout_rs_step_kl_max"] == 0

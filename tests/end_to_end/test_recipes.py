@@ -13,10 +13,6 @@ from support.compositions import checked_config
 
 from flowgrpo_rc.calibration.choice import KEY, Settings
 from flowgrpo_rc.config.compose import compose_config
-<<<<<<< HEAD
-from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
-=======
->>>>>>> runs
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "examples").glob("*xh?00.sh"))
@@ -66,24 +62,6 @@ def cards(script: str) -> int:
     return int(re.search(r"_(\d+)xh", script)[1])
 
 
-<<<<<<< HEAD
-def plan(overrides: list[str], processes: int, config_dir: str | None = None) -> Plan:
-    config = checked_config(
-        compose_config(overrides, config_dir=config_dir), num_processes=processes
-    )
-    return make_plan(job_of(resolved(config, processes)), measure=False)
-
-
-def calibration_bytes(plan: Plan, shards: int) -> int:
-    """Returns what one process holds: a whole transformer and a copy or engine, idle encoders."""
-    memory = {name: size for name, size, _ in plan.memory}
-    transformer = memory["transformer"] * shards
-    beside = max(transformer, memory.get("rollout engine", 0))
-    return transformer + beside + memory["text encoders, VAE"] + 4 * memory["LoRA"]
-
-
-=======
->>>>>>> runs
 def parsed(command: list[str]) -> tuple[dict[str, str], list[str]]:
     """Returns options and overrides of `flowgrpo-rc`, or of what accelerate launches."""
     if command[0] == "accelerate":
