@@ -18,9 +18,8 @@ from diffusers import ModelMixin, SchedulerMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flowgrpo_rc.models.base import FlowModel, adapter_of
-from flowgrpo_rc.models.components import build_pipeline, component_dtype
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.index import components_in, read_index
+from flowgrpo_rc.models.index import build_pipeline, component_dtype, components_in, read_index
 from flowgrpo_rc.models.quantization import quantize_blocks
 from flowgrpo_rc.reading import blaming, load_tokenizer, read_mapping
 

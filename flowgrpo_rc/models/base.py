@@ -35,10 +35,9 @@ from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.distributed.numerics import convolving_in_tf32
 from flowgrpo_rc.libraries import unasked
-from flowgrpo_rc.models.components import DTYPES as DTYPES
-from flowgrpo_rc.models.components import build_pipeline, component_dtype
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.index import components_in, read_index
+from flowgrpo_rc.models.index import DTYPES as DTYPES
+from flowgrpo_rc.models.index import build_pipeline, component_dtype, components_in, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable, keep_layers_on_host
 from flowgrpo_rc.models.prompt_cache import PromptCache
@@ -369,7 +368,7 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
         faults = [f"is a {pipeline}; {known} for {', '.join(sorted(adapters))}"]
     else:
         parameters = signature(getattr(diffusers, pipeline)).parameters.values()
-        needed = {one.name for one in parameters if one.default is one.empty} | {*adapter.networks}
+        needed = {p.name for p in parameters if p.default is p.empty} | {*adapter.networks}
         missing = sorted(needed - {*adapter.optional_components} - components)
         reasons = adapter.unsupported_components.items()
         faults = [f"has a {name}: {reason}" for name, reason in reasons if name in components]

@@ -270,10 +270,13 @@ class FlowPolicy(Policy[DiffusionBatch]):
         place = None
         if spec.shared_prefix and group is not None:
             rows, place = distinct_rows(latents, group)
-            latents, timesteps, conditioning = latents[rows], timesteps[rows], conditioning[rows]
+            latents = latents[rows]
+            timesteps = timesteps[rows]
+            conditioning = conditioning[rows]
             negative = None if negative is None else negative[rows]
             if self.cache is not None:
-                self.cache.place, self.cache.rows = place, rows
+                self.cache.place = place
+                self.cache.rows = rows
         with self.autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         # In fp32 from here on: log-ratios are 1e-4, and bf16 resolves 4e-3.
