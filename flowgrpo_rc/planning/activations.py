@@ -137,10 +137,11 @@ def phase_bytes(phase: str, run: RunSpec, model: FlowModel, samples: int) -> int
                 parameter.grad = torch.empty_like(parameter)
         rows = samples * rows_at_once(run) // config.actor.ppo_micro_batch_size_per_gpu
         inputs = blank_inputs(model, rows, spec)
-        # Checkpointing computes a block again in the backward, in the same precision.
         with PeakMemory() as memory, as_on_a_card(config):
             velocity = model.velocity(network, *inputs, spec)
-            velocity.square().mean().backward()
+            # Checkpointing computes a block again in the backward, in the same precision. The mode
+            # of `as_on_a_card` would be off inside of Tensor.backward.
+            torch.autograd.backward(velocity.square().mean())
         return memory.peak
 
     if phase in ("decoding", "shown"):
