@@ -27,7 +27,6 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.spec.run_spec import RunSpec
 
-
 # Makes what encloses a checkpointed forward, and what encloses its repetition.
 Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
 
