@@ -191,13 +191,7 @@ def _read(file: _Tensors, settings: dict[str, Any], number: int) -> Dump:
         texts = json.loads(texts)
     if len(texts) not in (0, rows):
         raise ValueError(f"prompts holds {len(texts)} texts: give one for each of {rows} samples")
-    if "sigmas" not in names and "timesteps" in tensors:
-        levels = tensors["timesteps"].unique().flip(0)
-        tensors["place"] = (tensors["timesteps"].unsqueeze(2) == levels).long().argmax(2)
-        # Where the last step ends is not known.
-        sigmas = torch.cat([levels / 1000, levels.new_tensor([math.nan])])
-    else:
-        sigmas = _sigmas(file)
+    sigmas = _sigmas(file, tensors)
     place = tensors.pop("place", torch.arange(steps).expand(samples, steps)).long()
     if not 0 <= int(place.min()) <= int(place.max()) < len(sigmas) - 1:
         raise ValueError(f"{len(sigmas)} sigmas do not hold all steps: dump step_indices")
@@ -213,8 +207,13 @@ def _read(file: _Tensors, settings: dict[str, Any], number: int) -> Dump:
     )
 
 
-def _sigmas(file: _Tensors) -> Tensor:
-    """Reads the schedule."""
+def _sigmas(file: _Tensors, tensors: dict[str, Tensor]) -> Tensor:
+    """Reads the schedule; without it, timesteps tell it, and where in it the steps are."""
+    if "sigmas" not in file.names and "timesteps" in tensors:
+        levels = tensors["timesteps"].unique().flip(0)
+        tensors["place"] = (tensors["timesteps"].unsqueeze(2) == levels).long().argmax(2)
+        # Where the last step ends is not known.
+        return torch.cat([levels / 1000, levels.new_tensor([math.nan])])
     sigmas = file.read("sigmas").double()
     falls = sigmas.ndim == 1 and (sigmas.diff() < 0).all()
     if not falls or not 0 <= sigmas[-1] < sigmas[0] <= 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -20,11 +20,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.spec.run_spec import RunSpec
+
+# Makes what encloses a checkpointed forward, and what encloses its repetition.
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
 
 
 class PeakMemory(TorchDispatchMode):
@@ -131,13 +135,13 @@ def phase_bytes(phase: str, run: RunSpec, model: FlowModel, samples: int) -> int
         return memory.peak
 
     def update(network: nn.Module) -> int:
-        to_train(network, config)
+        # A backward computes a block again outside of the mode that normalizes in fp32.
+        to_train(network, config, lambda: (nullcontext(), as_on_a_card(config)))
         for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         rows = samples * rows_at_once(run) // config.actor.ppo_micro_batch_size_per_gpu
         inputs = blank_inputs(model, rows, spec)
-        # Checkpointing computes a block again in the backward, in the same precision.
         with PeakMemory() as memory, as_on_a_card(config):
             velocity = model.velocity(network, *inputs, spec)
             velocity.square().mean().backward()
@@ -151,10 +155,14 @@ def phase_bytes(phase: str, run: RunSpec, model: FlowModel, samples: int) -> int
     return measured(model.transformer, forward, dtype)
 
 
-def to_train(network: Any, config: Config) -> None:
-    """Sets a network up for an update."""
+def to_train(network: Any, config: Config, context_fn: Contexts = noop_context_fn) -> None:
+    """Sets a network up for an update; `context_fn` is that of torch's checkpoint."""
+
+    def recompute(block: nn.Module, *inputs: object) -> object:
+        return checkpoint(block, *inputs, use_reentrant=False, context_fn=context_fn)
+
     if config.model.gradient_checkpointing:
-        network.enable_gradient_checkpointing()
+        network.enable_gradient_checkpointing(recompute)
     network.train()  # checkpointing asks for it; there is no dropout
 
 
