@@ -18,7 +18,7 @@ from flowgrpo_rc.batch import (
     TokenSpec,
 )
 
-KINDS: dict[str, tuple[type[Batch], type[SamplerSpec | TokenSpec]]] = {
+KINDS: dict[str, tuple[type[Batch], type[Any]]] = {
     "diffusion": (DiffusionBatch, SamplerSpec),
     "causal_lm": (TokenBatch, TokenSpec),
 }

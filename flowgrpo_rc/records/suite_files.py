@@ -79,15 +79,11 @@ def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Row]:
 
 
 def _read(rows: Mapping[str, Row]) -> dict[str, PolicyComparison]:
-    return {
-        str(name): PolicyComparison(
-            base=_estimate(row["base"]),
-            tuned=_estimate(row["tuned"]),
-            change=_estimate(row["change"]),
-            num_prompts=int(row["count"]),
-        )
-        for name, row in rows.items()
-    }
+    comparisons = {}
+    for name, row in rows.items():
+        base, tuned, change = (_estimate(row[policy]) for policy in _POLICIES)
+        comparisons[str(name)] = PolicyComparison(base, tuned, change, int(row["count"]))
+    return comparisons
 
 
 def _estimate(row: Row) -> Estimate:

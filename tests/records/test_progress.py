@@ -23,6 +23,7 @@ from flowgrpo_rc.records.progress import ProgressBar, is_seen
 print("seen:", is_seen())
 os.environ["RANK"] = "1"
 print("seen of another process:", is_seen())
+del os.environ["RANK"]
 warnings = MetricsFile(Path(sys.argv[1]))
 warnings.append(1, {"message": "an old one"})
 with StopRequest(None) as stop, ProgressBar(warnings, 3) as bar:
