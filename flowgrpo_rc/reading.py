@@ -138,20 +138,21 @@ def load_weights(cls: Any, place: str, where: str, *, spare: str = "$^", **optio
     mismatched = report["mismatched_keys"]
     shapes = {key: (list(stored), list(needed)) for key, stored, needed in mismatched}
     missing = set(report["missing_keys"]) - shapes.keys()
-    # A sum is finite only if all of its numbers are, and needs no mask of their size.
-    weights = model.named_parameters()
-    sums = {name: weight.sum(dtype=torch.float32) for name, weight in weights}
-    odd = [name for name, total in sums.items() if not total.isfinite()]
     name, (stored, needed) = min(shapes.items(), default=("", ("", "")))
     for at_fault, fault in (
         (missing, f"{source} lacks {_first(missing)}, which a {kind} needs"),
         (shapes, f"{name} is {stored} in {source}, and has to be {needed} in a {kind}"),
         (unknown, f"{source} holds {_first(unknown)}, which no {kind} has"),
         (integers, f"{source} holds {_first(integers)} in integers, which are no weights"),
-        (odd, f"{source} holds numbers that are not finite in {_first(odd)}"),
     ):
         if at_fault:
             raise ValueError(f"{where}: {fault}")
+    # A sum is finite only if all of its numbers are, and needs no mask of their size.
+    weights = model.named_parameters()
+    sums = {name: weight.sum(dtype=torch.float32) for name, weight in weights}
+    odd = [name for name, total in sums.items() if not total.isfinite()]
+    if odd:
+        raise ValueError(f"{where}: {source} holds numbers that are not finite in {_first(odd)}")
     return model
 
 

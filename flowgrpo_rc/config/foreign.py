@@ -37,7 +37,7 @@ Fields = TypedDict(
 )
 
 
-class Scorer(TypedDict, total=False):
+class ForeignReward(TypedDict, total=False):
     """The reward here that scores as a file of verl-omni does: its name is `name`."""
 
     name: str
@@ -52,7 +52,7 @@ class Foreign(TypedDict):
     verl_omni: Mapping[str, str | Fields]
     unsaid: Mapping[str, object]
     loggers: Collection[object]
-    rewards: Mapping[str, Scorer]
+    rewards: Mapping[str, ForeignReward]
     verl: Mapping[str, Fields]
     slime: Mapping[str, str | Fields]
     peers: Mapping[str, str]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.config.foreign import PREFIX, Fields, Scorer, foreign, row_of
+from flowgrpo_rc.config.foreign import PREFIX, Fields, ForeignReward, foreign, row_of
 from flowgrpo_rc.config.rows import NONE, REPEATED, REPLACED, STOPS, TRANSLATED, Row
 from flowgrpo_rc.config.tree import known_keys
 
@@ -297,7 +297,7 @@ def _deviation(setting: Setting, values: Values) -> Outcome:
 # --- Rewards
 
 
-def _scorer(path: object) -> Scorer:
+def _scorer(path: object) -> ForeignReward:
     """Returns the reward here that scores as a file of verl-omni does; empty if there is none.
 
     The file is `a/b/genrm_ocr.py` or `pkg://a.b.genrm_ocr`.
@@ -363,7 +363,7 @@ def _reward(setting: Setting, values: Values) -> Outcome:
     return Outcome(why=f"rewards are set in {_TERMS}", stops=True)
 
 
-def _term(name: str, scorer: Scorer, values: Values) -> Outcome:
+def _term(name: str, scorer: ForeignReward, values: Values) -> Outcome:
     """Returns the term that a reward function is here; it takes the place of the bundled `ocr`."""
     key = f"{_TERMS}.{name}"
     if values.get(key, ...) is None:

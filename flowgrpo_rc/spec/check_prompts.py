@@ -146,8 +146,8 @@ def _check_cuts(config: Config, model: FlowModel, groups: Iterable[_Group]) -> N
             finds = {_UNKNOWN: unknown, long: cut, f"negative {long}": without}
             for words, rows in finds.items():
                 warnings.setdefault((words, tuple(rows)), []).append(name)
-        for (words, row_numbers), names in warnings.items():
-            _warn([read[row] for row in row_numbers], read, words.format(", ".join(names)), where)
+        for (words, places), names in warnings.items():
+            _warn([read[row] for row in places], read, words.format(", ".join(names)), where)
         for row in sorted(cut_by_all) if needs_target else ():
             reads = (_reads_target(model, read[row], *limit) for limit in limits.values())
             if not any(reads):

@@ -19,7 +19,7 @@ _DEFAULTS = Config()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class SettingsRule:
     """A row of the table, whose head says what each field means."""
 
     why: str
@@ -31,10 +31,10 @@ class Rule:
 
 
 @cache
-def rules() -> list[Rule]:
+def rules() -> list[SettingsRule]:
     """Returns the rows of the table."""
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return [Rule(**row) for row in rows]
+    return [SettingsRule(**row) for row in rows]
 
 
 def check_rules(spec: RunSpec) -> None:
@@ -43,7 +43,7 @@ def check_rules(spec: RunSpec) -> None:
         raise ValueError(message)
 
 
-def refusals(spec: RunSpec) -> Iterator[tuple[Rule, str, str]]:
+def refusals(spec: RunSpec) -> Iterator[tuple[SettingsRule, str, str]]:
     """Yields each rule that the settings break, the condition that breaks it, and the message."""
     for rule in rules():
         conditions = [rule.when] if isinstance(rule.when, str) else rule.when
@@ -55,7 +55,7 @@ def refusals(spec: RunSpec) -> Iterator[tuple[Rule, str, str]]:
             yield rule, condition, f"{words}: {rule.why}; {rule.remedy or remedy}"
 
 
-def _broken(rule: Rule, when: str, spec: RunSpec) -> Iterator[tuple[str, str, str]]:
+def _broken(rule: SettingsRule, when: str, spec: RunSpec) -> Iterator[tuple[str, str, str]]:
     """Yields each condition that breaks a rule, how the settings break it, and a remedy."""
     for condition in rule.needs:
         if not words_of(condition, spec):

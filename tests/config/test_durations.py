@@ -20,9 +20,12 @@ from flowgrpo_rc.plugins import in_seconds
     [("2h", 7200), ("90m", 5400), ("30s", 30), ("1h30m", 5400), ("1.5h", 5400), ("1d", 86400)],
 )
 def test_a_duration_is_a_number_of_seconds(text: str, seconds: float) -> None:
-    composed = compose_config([f"trainer.max_time={text}"])
-    assert composed.trainer.max_time == seconds
-    assert compose_config(override_lines({"trainer.timeout_s": text})).trainer.timeout_s == seconds
+    assert in_seconds("trainer.max_time", text) == in_seconds("x.timeout_s", text) == seconds
+
+
+def test_a_command_and_python_take_durations() -> None:
+    assert compose_config(["trainer.max_time=90m"]).trainer.max_time == 5400
+    assert compose_config(override_lines({"trainer.timeout_s": "1h"})).trainer.timeout_s == 3600
 
 
 @pytest.mark.parametrize("text", ["2hours", "1h-", "h2", "5 m"])

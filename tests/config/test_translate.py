@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -448,19 +447,6 @@ def test_unknown_and_contradictory_keys(overrides: str, words: list[str]) -> Non
         compose_all([f"{OTHER}{override}" for override in overrides.split()])
     for word in words:
         assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "read"),
-    [
-        ("rollout.n", "n"),
-        ("rollout.val_kwargs.pipeline.num_inference_steps", "val_kwargs.num_inference_steps"),
-    ],
-)
-def test_the_last_counts_of_a_key_with_and_without_prefix(key: str, read: str) -> None:
-    for first, last in ((key, OTHER + key), (OTHER + key, key), (OTHER + key, OTHER + key)):
-        composed = compose_config([f"{first}=8", f"{last}=4"])
-        assert attrgetter(read)(composed.rollout) == 4
 
 
 def test_an_override_in_own_words_after_a_command_replaces_what_the_command_says() -> None:

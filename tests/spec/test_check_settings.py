@@ -34,7 +34,12 @@ def test_the_bundled_job(nft: Config) -> None:
 
 @pytest.mark.parametrize(
     ("further", "told"),
-    [],
+    [
+        ("actor.optim.lr=1e-3", False),  # the default: centered, with an auto clip
+        (f"{RC}.centered=false", True),
+        ("actor.diffusion_loss.clip_ratio=1e-4", True),
+        (f"{RC}.bypass_mode=false", False),  # the mismatch is not in the ratio
+    ],
 )
 def test_a_cached_window_says_what_it_needs(further: str, told: bool) -> None:
     words = ("rollout.dtype=fp32", "rollout.cache.every=2", "rollout.cache.window=true", further)
