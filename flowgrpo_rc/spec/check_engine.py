@@ -65,7 +65,6 @@ def _ruled_out(spec: RunSpec) -> dict[Need, str]:
     comparing = [name for name, term in spec.rewards.items() if term.reward.groupwise]
     sharing = f"rollout.algo.window_sharing={rollout.algo.window_sharing}"
     rows = (
-        (Need.IMAGES, spec.is_text, f"model.kind={config.model.kind}"),
         (Need.NETWORK, not spec.engine_class.copies_network, f"rollout.name={rollout.name}"),
         (Need.WHOLE_WEIGHTS, _is_split(config), "trainer.strategy=fsdp2"),
         (

@@ -54,9 +54,8 @@ def test_what_rules_a_need_out_is_named(need: Need) -> None:
     assert ruling_out.split()[-1].split(".path")[0].lstrip("+") in message
 
 
-def test_each_need_but_that_of_text_is_tried() -> None:
-    """No setting of a language model can choose an option of images."""
-    assert RULED_OUT.keys() == {*Need} - {Need.IMAGES}
+def test_each_need_is_tried() -> None:
+    assert RULED_OUT.keys() == {*Need}
 
 
 def test_options_exclude_one_another_by_what_they_take_away() -> None:

@@ -18,7 +18,6 @@ from flowgrpo_rc.models.block_cache import BlockCache
 class Need(Enum):
     """What an option may need of a run; the value completes the sentence that refuses it."""
 
-    IMAGES = "samples that are images"
     NETWORK = "a copy of the trainer's network"
     WHOLE_WEIGHTS = "the trainer's whole weights on each process"
     PLAIN_WEIGHTS = "frozen weights that nothing has rounded"
