@@ -40,20 +40,18 @@ def export_checkpoint(
     new repository `push_to_hub` is private unless `public`. Returns the file with the tensors, and
     the address of that repository.
     """
-    path, run_dir = checkpoint_and_run(checkpoint)
     refuse(
         (public and push_to_hub is None, "--public has no effect without --push-to-hub: drop it"),
         (Path(out).is_file(), f"--out {out} is a file: give a folder"),
-        (
-            Path(out).resolve() == run_dir.resolve(),
-            f"--out {out} is the folder of the run itself: give another one",
-        ),
     )
     repository = None
     if push_to_hub is not None:
         repository = Repository(HfApi(), push_to_hub, public=public)
         repository.check()
     check_card(Path(out))
+    path, run_dir = checkpoint_and_run(checkpoint)
+    if Path(out).resolve() == run_dir.resolve():
+        raise ValueError(f"--out {out} is the folder of the run itself: give another one")
     config = stored_config(RunFolder(run_dir).config)
     loaded = load_checkpoint(path)
     if "lora" not in loaded.tensors:

@@ -103,7 +103,7 @@ class ModelConfig:
             if value not in (None, False) and self.kind != "diffusion":
                 shown = "true" if value is True else value
                 yield f"{key}={shown} has no effect with model.kind={self.kind}"
-        cache = self.prompt_cache or "memory"
+        cache = "memory" if self.prompt_cache is None else self.prompt_cache
         if cache != "memory" and ("/" not in cache or Path(cache).expanduser().is_file()):
             yield f"prompt_cache={cache}: give memory, or a folder with a /, such as ./prompts"
         for name in set(self.chat_template_kwargs) & set(_TOKENIZING):

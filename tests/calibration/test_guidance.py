@@ -61,7 +61,7 @@ def job(saved: Callable[[str], Path]) -> Job:
 
 
 def replay(job: Job, rollout: RecordedRollout) -> Replay:
-    return Replay(Copy(job.model, "fp32", None, ROWS), rollout, job.lora, lora_scale=2.0)
+    return Replay(Copy(job.model, "fp32", ROWS), rollout, job.lora, lora_scale=2.0)
 
 
 def test_dropped_guidance_is_named_by_the_keys_own_values(job: Job) -> None:

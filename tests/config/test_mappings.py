@@ -66,7 +66,7 @@ def test_it_replaces_the_rewards_of_a_run_that_is_evaluated(tmp_path: Path) -> N
     stored = tmp_path / "config.yaml"
     stored.write_text(OmegaConf.to_yaml(compose_config([])))
     assert stored_config(stored, ["reward.terms={jpeg: {weight: 1}}"]).reward.terms == ALONE
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match="has no reward"):
         build_terms(stored_config(stored, ["reward.terms={}"]).reward)
 
 

@@ -12,7 +12,7 @@ from support.runs import NFT, Train, Trained, final_state, read_rows, stopped_an
 from flowgrpo_rc import assets
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.correction import auto_bands
-from flowgrpo_rc.rollout import compiling
+from flowgrpo_rc.rollout.options import compiled
 from flowgrpo_rc.spec.check_engine import missing_for_compiling
 
 RC = "algorithm.rollout_correction"
@@ -67,7 +67,7 @@ def test_fast_rollouts(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it loads inductor
 def test_compiled_rollouts(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[str] = []
-    monkeypatch.setattr(compiling, "_failed", failed)
+    monkeypatch.setattr(compiled, "_failed", failed)
     few = ("trainer.val_before_train=false", "trainer.test_freq=-1", "rollout.dtype=bf16")
     stopped_and_whole(train, tmp_path, *BYPASS, *few, "rollout.compile=true")
     assert not failed
