@@ -129,7 +129,7 @@ def test_an_unknown_suite_is_named() -> None:
             "reward.terms.vlm_preference compares a group",
         ),
         (OWN.replace("terms", "trems"), "as the section `reward` of a run"),
-        (f"{OWN[:-2]}, timeout_s: two}}", "timeout_s=.two.: give a number"),
+        (f"{OWN[:-2]}, timeout_s: two}}", "timeout_s='two': give a number"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told(suite_file: Path, content: str, message: str) -> None:
