@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from email.utils import mktime_tz, parsedate_tz
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,7 +182,7 @@ class JsonClient:
         answered = f"{self._url} answered {response.status_code}"
         if response.status_code in BUSY:
             pause = response.headers.get("retry-after", "")
-            return ServerError(answered, after_s=float(pause) if _SECONDS.fullmatch(pause) else 0.0)
+            return ServerError(answered, after_s=_seconds_until(pause))
         if response.status_code in NO_ACCESS:
             return ServerError(f"{answered}: token_env must name the variable with its token")
         if response.status_code != 200:
@@ -221,6 +222,14 @@ def read_token(name: str) -> str:
             "variable of that name is unset, or holds no token"
         )
     return token
+
+
+def _seconds_until(retry_after: str) -> float:
+    """Returns the pause of a `Retry-After` header, a number or a date; 0 if it is neither."""
+    if _SECONDS.fullmatch(retry_after):
+        return float(retry_after)
+    date = parsedate_tz(retry_after)
+    return 0.0 if date is None else max(0.0, mktime_tz(date) - time.time())
 
 
 def _check_url(url: str) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import datetime
 from decimal import Decimal
+from email.utils import formatdate
 from itertools import count
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.hostile_servers import HOSTILE, TOKEN, jpeg, says
 from support.reward_servers import Received, Scripted, answering, chat, http, scripted, shown
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.http import client as http_client
 from flowgrpo_rc.rewards.http.client import JsonClient
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, build_terms
@@ -109,6 +111,12 @@ def test_a_busy_server_is_asked_again_after_the_pause_that_it_asks_for(status, p
         assert JsonClient(url=server.url, **PATIENT).post_each("/", [{}]) == [{"a": 1}]
     assert time.monotonic() - start > 2 * least
     assert len(server.received) == 3
+
+
+def test_a_pause_may_be_a_date() -> None:
+    now = int(time.time())
+    assert 58 < http_client._seconds_until(formatdate(now + 60, usegmt=True)) <= 60
+    assert http_client._seconds_until(formatdate(now - 60, usegmt=True)) == 0
 
 
 FORM = r"must begin with https://.* a port up to 65535 .* no user, query or fragment"
