@@ -55,11 +55,12 @@ class ImageLoss(ABC):
     `DiffusionLoss` says.
 
     Attributes:
-      needs_means, needs_density, tolerates_mismatch: as in `DiffusionLoss`.
+      needs_means, needs_density, own_ratio, tolerates_mismatch: as in `DiffusionLoss`.
     """
 
     needs_means: ClassVar[bool] = False
     needs_density: ClassVar[bool] = False
+    own_ratio: ClassVar[str] = ""
     tolerates_mismatch: ClassVar[bool] = False
 
     @property
@@ -87,6 +88,7 @@ class DiffusionLoss(ImageLoss):
         the old policy. Rollouts and recomputes then keep them, and `gaussian.kl` is there.
       needs_density: whether the loss adds a KL to log-probs, which must then be log-densities
         (`rollout.algo.log_prob_convention=gaussian`).
+      own_ratio: what the loss compares in place of the log-ratio, in words; else empty.
       tolerates_mismatch: whether the gradient in bypass mode is nearly right however large the
         mismatch is. A calibration then stays in bypass mode, however wide the bound has to be.
     """

@@ -32,6 +32,7 @@ class GRPOGuard(StepClip):
     needs_means = True
     needs_density = True
     tolerates_mismatch = True
+    own_ratio = "centered (GRPO-Guard's own)"
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from flowgrpo_rc.losses.base import ImageLoss
 from flowgrpo_rc.losses.find import option_names
 from flowgrpo_rc.spec.run_spec import RunSpec
 
@@ -56,8 +57,8 @@ def _reward(spec: RunSpec) -> str:
 
 
 def _log_ratio(spec: RunSpec) -> str:
-    if spec.mode == "bypass" and _section(spec).loss_mode == "grpo_guard":
-        return "centered (GRPO-Guard's own)"
+    if spec.mode == "bypass" and isinstance(spec.loss, ImageLoss) and spec.loss.own_ratio:
+        return spec.loss.own_ratio
     is_centered = spec.config.algorithm.rollout_correction.centered
     setting = spec.given.algorithm.rollout_correction.centered
     why = f"its rollout records {'its' if is_centered else 'no'} means"

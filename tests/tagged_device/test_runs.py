@@ -21,7 +21,6 @@ from support.tagged_runs import (
 )
 
 from flowgrpo_rc.batch import TokenBatch
-from flowgrpo_rc.models.quantization import GROUPS
 from flowgrpo_rc.policies.base import Evaluation
 from flowgrpo_rc.policies.token import TokenPolicy
 
@@ -29,14 +28,16 @@ RC = "algorithm.rollout_correction"
 DECOUPLED = (*IMAGES, f"{RC}.bypass_mode=false", f"{RC}.rollout_is=token")
 RUNS = {
     "bypass": IMAGES,
-    **{name: (*IMAGES, f"model.quantization={name}") for name in GROUPS},
-    "fp32": (*IMAGES, "rollout.dtype=fp32"),
-    "decoupled with KL": (*DECOUPLED, "actor.use_kl_loss=true"),
-    "step_kl": (*IMAGES, f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=auto:4"),
-    "staleness": (*DECOUPLED, "rollout.staleness=1"),
-    "offload": (*IMAGES, "model.offload_idle=true"),
-    "kept prompts": (*IMAGES, "model.prompt_cache=memory"),
-    "train_n": (*IMAGES, "actor.train_n=1", "actor.ppo_micro_batch_size_per_gpu=1"),
+    "old weights": (
+        *(*DECOUPLED, "rollout.staleness=1", "actor.use_kl_loss=true"),
+        *("model.quantization=int4", "model.offload_idle=true"),
+    ),
+    "some of the samples": (
+        *(*IMAGES, f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=auto:4"),
+        *("actor.train_n=1", "actor.ppo_micro_batch_size_per_gpu=1"),
+        *("model.quantization=nf4", "model.prompt_cache=memory"),
+    ),
+    "int8 and fp32": (*IMAGES, "model.quantization=int8", "rollout.dtype=fp32"),
 }
 
 
