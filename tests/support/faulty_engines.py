@@ -24,6 +24,7 @@ from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.rollout import diffusers_engine
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.options.quantized import Quantized
 from flowgrpo_rc.rollout.transformers_engine import TransformersEngine
 
 
@@ -383,10 +384,16 @@ class PlainWeights(DiffusersEngine):
     """Says that its weights are quantized, and loads plain ones."""
 
     def __init__(
-        self, model: Any, network: torch.nn.Module, *, quantization: str | None, **options: Any
+        self,
+        model: Any,
+        network: torch.nn.Module,
+        *,
+        options: Sequence[Quantized] = (),
+        **keywords: Any,
     ) -> None:
-        super().__init__(model, network, **options)
-        self._replica.precision = precision(options["dtype"], quantization)
+        super().__init__(model, network, **keywords)
+        (quantized,) = options
+        self._replica.precision = precision(keywords["dtype"], quantized.name)
 
 
 class HiddenPlainWeights(PlainWeights):
