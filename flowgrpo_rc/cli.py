@@ -51,7 +51,7 @@ def _run(words: list[str]) -> int:
     libraries = BOTH if composes else LIBRARIES.get(arguments.command, ())
     if libraries and sys.stderr.isatty() and not is_child():
         print(f"{arguments.command}: loads libraries and checks", file=sys.stderr, flush=True)
-    for room in () if is_first() else ("config", "data"):  # each process would say the same
+    for room in () if is_first() else ("config", "data", "spec"):  # each process would say the same
         logging.getLogger(f"flowgrpo_rc.{room}").setLevel(logging.ERROR)
     own_code = arguments.command in OWN_CODE or options.get("trust") or options.get("suite")
     if own_code and "" not in sys.path and os.getcwd() not in sys.path:
