@@ -136,20 +136,23 @@ def group_decoupled(
 def estimate(
     estimator: str,
     rewards: Tensor,
-    weighted_rewards: Sequence[tuple[float, Tensor]],
+    terms: Sequence[Tensor],
+    weights: Sequence[float],
     group: Tensor,
     valid: Tensor,
     *,
+    norm_by_std: bool,
+    global_std: bool,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
-    """Computes the advantages of an estimator by its name, one of `ESTIMATORS`.
+    """Computes the advantages of an estimator by its name, one of `ESTIMATORS`, which has its
+    `norm_by_std` and `global_std`.
 
-    `rewards` [B] are their weighted sum, and `weighted_rewards` each by itself, as
-    `group_decoupled` takes them, which `gdpo` alone reads.
+    `rewards` [B] are the weighted sum of the `terms`, each [B], which `gdpo` alone reads.
     """
     if estimator == "gdpo":
+        weighted_rewards = list(zip(weights, terms, strict=True))
         return group_decoupled(weighted_rewards, group, valid, all_reduce=all_reduce)
-    norm_by_std, global_std = ESTIMATORS[estimator]
     return group_relative(
         rewards,
         group,

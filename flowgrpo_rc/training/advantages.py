@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Rewards
-from flowgrpo_rc.core.advantages import advantage_metrics, estimate, farthest
+from flowgrpo_rc.core.advantages import ESTIMATORS, advantage_metrics, estimate, farthest
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.training.config import AlgorithmConfig
@@ -39,12 +39,16 @@ class AdvantageEstimator:
             valid = valid & ~excluded
         # A saved rollout need not have each reward by itself, and only gdpo reads them.
         weights = self.weights if self.config.adv_estimator == "gdpo" else {}
+        norm_by_std, global_std = ESTIMATORS[self.config.adv_estimator]
         advantages = estimate(
             self.config.adv_estimator,
             rewards.total.to(device),
-            [(weight, rewards.parts[name].to(device)) for name, weight in weights.items()],
+            [rewards.parts[name].to(device) for name in weights],
+            [*weights.values()],
             batch.group,
             valid,
+            norm_by_std=norm_by_std,
+            global_std=global_std,
             all_reduce=self.all_reduce,
         )
         metrics.merge(advantage_metrics(advantages, valid, batch.group, batch.ends))

@@ -119,8 +119,10 @@ def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
 
 def by_estimator(name: str, group_size: int, *terms: Tensor) -> Tensor:
     group = torch.arange(len(terms[0])) // group_size
-    weighted = [(1.0, term) for term in terms]
-    return estimate(name, sum(terms), weighted, group, torch.ones(len(group)).bool()).values
+    valid = torch.ones(len(group)).bool()
+    norm_by_std, global_std = ESTIMATORS[name]
+    options = {"norm_by_std": norm_by_std, "global_std": global_std}
+    return estimate(name, sum(terms), terms, [1.0] * len(terms), group, valid, **options).values
 
 
 @pytest.mark.parametrize("value", [0.83, -0.83, 1 / 3, 1e-6, 4097.0])
