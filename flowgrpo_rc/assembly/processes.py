@@ -1,4 +1,4 @@
-"""What the processes of a run share and write: accelerate, the console, the log."""
+"""Makes what the processes of a run share and write: accelerate, the console, the log."""
 
 import dataclasses
 import logging

@@ -96,12 +96,12 @@ def assemble(
 def make_suite(suite: Suite, spec: RunSpec, task: Task) -> SuiteRunner:
     """Makes what asks a suite of the task's model, and of it without its LoRA."""
     config = spec.config
-    asked: Any = task  # a dataclass, which keeps prompts encoded as its sampler needs them
+    suite_task: Any = task  # a dataclass, which keeps prompts encoded as its sampler needs them
     if suite.sampler:
-        asked = dataclasses.replace(asked, config=suite.applied(config.rollout))
+        suite_task = dataclasses.replace(suite_task, config=suite.applied(config.rollout))
     return SuiteRunner(
         suite,
-        asked.sample,
+        suite_task.sample,
         partial(reference_policy, task.model.network),
         batch_size=config.rollout.val_kwargs.batch_size,
         protocol=suite.protocol(config.rollout, text=spec.is_text),

@@ -199,11 +199,12 @@ def compare(
     # Each copy is gone before the next is made.
     options = config.rollout.options()
     others = [copied(name, unquantized(options))[1] for name in other_precisions(config)]
-    own, of_own = copied(config.rollout.dtype, options)
-    copies = [of_own, *others]
+    rollout_copy, copy_mismatches = copied(config.rollout.dtype, options)
+    copies = [copy_mismatches, *others]
     lora_scale = config.model.lora_alpha / config.model.lora_rank
     replay, whitespace = (
-        Replay(own, rollout, lora, lora_scale) for rollout in (rollouts.few, rollouts.whitespace)
+        Replay(rollout_copy, rollout, lora, lora_scale)
+        for rollout in (rollouts.few, rollouts.whitespace)
     )
     symptoms = [
         *check_record(rollouts.few, model, version=2),

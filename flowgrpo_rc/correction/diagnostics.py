@@ -18,7 +18,7 @@ from flowgrpo_rc.correction.weights import Weights
 
 
 class GapColumns(NamedTuple):
-    """What `gap_metrics` needs of each row, [B]; r_t is the ratio training / rollout of step t."""
+    """Holds what `gap_metrics` needs of each row, [B]; r_t is the ratio training / rollout."""
 
     num_finite_B: Tensor  # number of finite steps
     training_sum_B: Tensor  # sum of the training log-probs over these steps
@@ -79,7 +79,7 @@ def gap_metrics(columns: GapColumns) -> MetricBag:
 
 
 class WeightColumns(NamedTuple):
-    """What `weight_metrics` needs of each row, [B]; w is a weight after its bounds."""
+    """Holds what `weight_metrics` needs of each row, [B]; w is a weight after its bounds."""
 
     num_finite_B: Tensor  # number of finite steps
     raw_sum_B: Tensor  # sum over these steps of the weights before their bounds

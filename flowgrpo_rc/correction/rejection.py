@@ -119,7 +119,7 @@ def inside(metrics: MetricBag, ratios: LogRatios, band: Band, value: Tensor) -> 
 
 
 class DecisionColumns(NamedTuple):
-    """What `decision_metrics` needs of each row, [B]: numbers of its steps."""
+    """Holds what `decision_metrics` needs of each row, [B]: numbers of its steps."""
 
     num_steps_B: Tensor  # that exist
     num_finite_B: Tensor  # that are finite
@@ -163,7 +163,7 @@ def decision_metrics(columns: DecisionColumns) -> MetricBag:
 
 
 class BandColumns(NamedTuple):
-    """What `band_metrics` needs of each row, [B]."""
+    """Holds what `band_metrics` needs of each row, [B]."""
 
     num_finite_B: Tensor  # number of finite steps
     sum_B: Tensor  # sum of the statistic over these steps

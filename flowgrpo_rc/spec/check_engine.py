@@ -16,9 +16,8 @@ from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import adapter_of
 from flowgrpo_rc.models.index import ABSENT, read_index
-from flowgrpo_rc.plugins import check_options, check_packages
+from flowgrpo_rc.plugins import check_options, check_packages, refuse
 from flowgrpo_rc.rollout.options.option import Need
-from flowgrpo_rc.spec.check_settings import refuse
 from flowgrpo_rc.spec.run_spec import RunSpec
 from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
-from flowgrpo_rc.plugins import refuse as refuse
 from flowgrpo_rc.rewards.manager import check_kind
 from flowgrpo_rc.spec.rules import check_rules
 from flowgrpo_rc.spec.run_spec import RunSpec, shares_evenly

@@ -1,4 +1,4 @@
-"""What a run is: settings in which nothing is left open, and the objects that their words name.
+"""Holds what a run is: settings with nothing left open, and the objects that their words name.
 
 `resolve` makes a `RunSpec` at the start of a command. Everything after it reads the objects and the
 numbers of the spec, and asks no word a second time.

@@ -1,4 +1,4 @@
-"""What every option of the rollout says of itself, and what it does to the copy that samples."""
+"""Says what every option of the rollout tells of itself and does to the copy that samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowgrpo_rc.models.block_cache import BlockCache
 
 
 class Need(Enum):
-    """What an option may need of a run; the value completes the sentence that refuses it."""
+    """Names what an option may need of a run; its value completes the sentence that refuses it."""
 
     NETWORK = "a copy of the trainer's network"
     WHOLE_WEIGHTS = "the trainer's whole weights on each process"
